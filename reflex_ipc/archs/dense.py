@@ -1,0 +1,37 @@
+"""The two halves of a dense transformer layer, which llama, qwen2 and qwen3 share."""
+
+from reflex_ipc.archs.hparams import Hparams
+from reflex_ipc.plan import Builder, Value
+
+
+def attention(b: Builder, h: Hparams, x: Value, *, qk_norm: bool = False, factors: str | None = None) -> Value:
+    """x + attn_output(attention(rope(q), rope(k), v)) of the normalised x; QK-norm comes before the rotation."""
+    a = b.rms_norm(x, "attn_norm", h.eps)
+    q, k, v = qkv(b, h, a)
+    if qk_norm:
+        q = b.rms_norm(q, "attn_q_norm", h.eps, h.n_head)
+        k = b.rms_norm(k, "attn_k_norm", h.eps, h.n_head_kv)
+    q = b.rotate(q, "attn_q", h.n_head, h.rope, factors=factors)
+    k = b.rotate(k, "attn_k", h.n_head_kv, h.rope, factors=factors)
+    o = b.attention(q, k, v, h.n_head, h.n_head_kv, h.attention_scale)
+    return b.add(x, b.linear(o, "attn_output", h.n_embd), "attn_residual")
+
+
+def qkv(b: Builder, h: Hparams, a: Value) -> tuple[Value, Value, Value]:
+    """The three projections, from their own tensors or from the fused `attn_qkv` some files carry."""
+    n_q, n_k, n_v = h.n_head * h.head_dim, h.n_head_kv * h.head_dim, h.n_head_kv * h.head_dim_v
+    if b.has("attn_qkv.weight"):
+        fused = b.linear(a, "attn_qkv", n_q + n_k + n_v)
+        return (
+            b.slice(fused, "attn_q", 0, n_q),
+            b.slice(fused, "attn_k", n_q, n_k),
+            b.slice(fused, "attn_v", n_q + n_k, n_v),
+        )
+    return b.linear(a, "attn_q", n_q), b.linear(a, "attn_k", n_k), b.linear(a, "attn_v", n_v)
+
+
+def ffn(b: Builder, h: Hparams, x: Value) -> Value:
+    """x + ffn_down(silu(ffn_gate a) * ffn_up a) of the normalised x."""
+    a = b.rms_norm(x, "ffn_norm", h.eps)
+    act = b.swiglu(b.linear(a, "ffn_gate", h.n_ff), b.linear(a, "ffn_up", h.n_ff))
+    return b.add(x, b.linear(act, "ffn_down", h.n_embd), "ffn_residual")

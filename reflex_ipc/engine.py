@@ -1,0 +1,342 @@
+"""Token ids in, token ids out: one model, one sequence, one request at a time.
+
+`Engine` opens a model on a backend; `Generation` is one answer under way. Text meets ids only at their borders, by the
+file's own tokenizer. Nothing here knows what an executor runs on.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from reflex_ipc import archs
+from reflex_ipc.errors import ContextOverflowError, DeviceError, InvalidRequestError, ModelFileError
+from reflex_ipc.gguf import GGUF
+from reflex_ipc.plan import Plan, Step
+from reflex_ipc.sampler import Sampled, Sampler, Sampling
+from reflex_ipc.stops import StopStrings
+from reflex_ipc.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+PREFILL_CHUNK = 512
+"""Tokens of a prompt between two looks at whether the request still stands."""
+GREEDY = Sampling()
+
+Progress = Callable[[str, int, int], None]
+"""Called while a model opens with a phase, what is done of it, and the total."""
+Poll = Callable[[], str | None]
+"""Called between tokens and between chunks of a prompt; "cancelled" or "deadline" ends the answer."""
+
+
+class Executor(Protocol):
+    """What a backend does with a plan. It holds one sequence, `n_past` tokens long."""
+
+    n_ctx: int
+
+    @property
+    def n_past(self) -> int: ...
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+
+    def reserve(self, n_tokens: int) -> None:
+        """Make room for a sequence of `n_tokens`, at most `n_ctx`. Raises OutOfMemoryError with the sum."""
+
+    def forward(self, step: Step) -> None:
+        """Run a step. The logits of its rows stay with the executor until the next one."""
+
+    def logits(self) -> "npt.NDArray[np.float32]":
+        """(rows of the last step, n_vocab), on the host."""
+
+    def decode(self, sampler: Sampler) -> Iterator[Sampled]:
+        """Sample from the last row, yield, feed back, for ever; never more than one token ahead of the caller."""
+
+    def close(self) -> None: ...
+
+
+class Token(NamedTuple):
+    """A piece of an answer.
+
+    `text` has whole characters only and nothing that may yet turn out to be a stop string; it can be empty. `raw` is
+    the token's bytes where they are no whole UTF-8 text of their own. Withheld text comes last, with `id` None.
+    """
+
+    id: int | None
+    text: str
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+    raw: bytes | None = None
+
+
+class Engine:
+    """A model that answers. Use as a context manager, or call `close`."""
+
+    def __init__(self, gguf: GGUF, tokenizer: Tokenizer, plan: Plan, executor: Executor, backend: str) -> None:
+        self.gguf = gguf
+        self.tokenizer = tokenizer
+        self.plan = plan
+        self.backend = backend
+        self.timings: dict[str, float] = {}
+        self._executor = executor
+        self._running: Generation | None = None
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        backend: str = "auto",
+        context: int | None = None,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> "Engine":
+        """Open a GGUF file.
+
+        `backend` is "auto", "cuda" or "cpu"; `context` the tokens that prompt and answer may have together, the
+        model's own maximum by default. Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError,
+        ContextOverflowError.
+        """
+        began = time.perf_counter()
+        gguf = GGUF.open(path)
+        try:
+            tokenizer = Tokenizer.from_gguf(gguf)
+            header = time.perf_counter()
+            plan = archs.build(gguf)
+            _check_vocabulary(gguf, tokenizer, plan)
+            n_ctx = _context(gguf, plan, context)
+            planned = time.perf_counter()
+            executor, name = _executor(gguf, plan, n_ctx, backend, threads, progress)
+        except BaseException:
+            gguf.close()
+            raise
+        engine = cls(gguf, tokenizer, plan, executor, name)
+        engine.timings = {
+            "header_ms": (header - began) * 1e3,
+            "plan_ms": (planned - header) * 1e3,
+            "weights_ms": (time.perf_counter() - planned) * 1e3,
+        }
+        if context is not None:
+            try:
+                executor.reserve(n_ctx)
+            except BaseException:
+                engine.close()
+                raise
+        return engine
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of memory, device and file. Closing twice is no error."""
+        self._running = None
+        self._executor.close()
+        self.gguf.close()
+
+    @property
+    def n_ctx(self) -> int:
+        return self._executor.n_ctx
+
+    @property
+    def n_vocab(self) -> int:
+        return self.plan.n_vocab
+
+    def tokenize(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of a text, with the begin-of-sequence token where the file asks for one."""
+        return self.tokenizer.encode(text, special=special)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids)
+
+    def logits(self, ids: Sequence[int]) -> "npt.NDArray[np.float32]":
+        """(len(ids), n_vocab) float32: at every position, the unnormalised log-probabilities of the next token."""
+        import numpy as np
+
+        self._check(ids)
+        self._begin(len(ids))
+        chunks = []
+        for start in range(0, len(ids), PREFILL_CHUNK):
+            chunk = ids[start : start + PREFILL_CHUNK]
+            self._executor.forward(Step.text(chunk, start, range(len(chunk))))
+            chunks.append(self._executor.logits())
+        return np.concatenate(chunks)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int = 128,
+        sampling: Sampling = GREEDY,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        poll: Poll | None = None,
+    ) -> "Generation":
+        """An iterator over the tokens that follow `prompt`, a text or ids.
+
+        Raises InvalidRequestError and ContextOverflowError here, before anything is computed. An answer that would
+        outgrow the context ends there, with finish_reason "context". A new call ends the answer under way.
+        """
+        ids = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check(ids)
+        if max_tokens < 0:
+            raise InvalidRequestError(f"max_tokens is {max_tokens}; it cannot be negative")
+        stops = StopStrings(stop)
+        sampler = Sampler(sampling, self.n_vocab, ids)
+        self._begin(min(self.n_ctx, len(ids) + max_tokens))
+        self._running = Generation(self, ids, max_tokens, sampler, stops, ignore_eos, poll)
+        return self._running
+
+    def _begin(self, n_tokens: int) -> None:
+        """End the answer under way, forget its sequence, make room for one of `n_tokens`."""
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+        self._executor.reset()
+        self._executor.reserve(n_tokens)
+
+    def _check(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise InvalidRequestError("the prompt is empty: it has no token to continue")
+        if len(ids) > self.n_ctx:
+            raise ContextOverflowError(f"the prompt has {len(ids)} tokens, the context holds {self.n_ctx}")
+        for i, token in enumerate(ids):
+            if not 0 <= token < self.n_vocab:
+                raise InvalidRequestError(f"token {i} of the prompt is {token}; ids go from 0 to {self.n_vocab - 1}")
+
+
+class Generation:
+    """One answer under way: an iterator over its tokens, with what is known of it so far."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        ids: Sequence[int],
+        max_tokens: int,
+        sampler: Sampler,
+        stops: StopStrings,
+        ignore_eos: bool,
+        poll: Poll | None,
+    ) -> None:
+        self.prompt_tokens = len(ids)
+        self.reused_tokens = 0
+        self.completion_tokens = 0
+        self.finish_reason: str | None = None
+        self.timings: dict[str, float] = {}
+        self.seed = sampler.sampling.seed
+        self._tokens = self._run(engine, ids, max_tokens, sampler, stops, ignore_eos, poll)
+
+    def __iter__(self) -> "Generation":
+        return self
+
+    def __next__(self) -> Token:
+        return next(self._tokens)
+
+    def close(self) -> None:
+        """Stop here. The engine is ready for the next request."""
+        self._tokens.close()
+
+    def _run(
+        self,
+        engine: Engine,
+        ids: Sequence[int],
+        max_tokens: int,
+        sampler: Sampler,
+        stops: StopStrings,
+        ignore_eos: bool,
+        poll: Poll | None,
+    ) -> Iterator[Token]:
+        began = time.perf_counter()
+        executor, tokenizer = engine._executor, engine.tokenizer
+        text = tokenizer.decoder()
+        try:
+            if not self._prefill(executor, ids, poll):
+                return
+            self.timings["prompt_ms"] = (time.perf_counter() - began) * 1e3
+            room = engine.n_ctx - len(ids)
+            if max_tokens == 0:
+                self.finish_reason = "length"
+                return
+            for sampled in executor.decode(sampler):
+                if "first_token_ms" not in self.timings:
+                    self.timings["first_token_ms"] = (time.perf_counter() - began) * 1e3
+                if sampled.id in tokenizer.eog and not ignore_eos:
+                    self.finish_reason = "stop"
+                    break
+                whole = not text.pending
+                piece, stopped = stops.push(text.push(sampled.id))
+                raw = None if whole and not text.pending else tokenizer.token_bytes(sampled.id)
+                self.completion_tokens += 1
+                if stopped:
+                    self.finish_reason = "stop_string"
+                elif self.completion_tokens == max_tokens:
+                    self.finish_reason = "length"
+                elif self.completion_tokens == room:
+                    self.finish_reason = "context"
+                yield Token(sampled.id, piece, sampled.logprob, sampled.top, raw)
+                if self.finish_reason is None and poll is not None:
+                    self.finish_reason = poll()
+                if self.finish_reason is not None:
+                    break
+            if self.finish_reason != "stop_string":
+                piece, _ = stops.push(text.finish())
+                rest = piece + stops.flush()
+                if rest:
+                    yield Token(None, rest, None)
+        finally:
+            if self.finish_reason is None:
+                self.finish_reason = "cancelled"
+            self.timings["total_ms"] = (time.perf_counter() - began) * 1e3
+
+    def _prefill(self, executor: Executor, ids: Sequence[int], poll: Poll | None) -> bool:
+        """Run the prompt through the model; False when `poll` ended it."""
+        for start in range(0, len(ids), PREFILL_CHUNK):
+            if poll is not None and (reason := poll()):
+                self.finish_reason = reason
+                return False
+            chunk = ids[start : start + PREFILL_CHUNK]
+            last = start + len(chunk) == len(ids)
+            executor.forward(Step.text(chunk, start, [len(chunk) - 1] if last else []))
+        return True
+
+
+def _check_vocabulary(gguf: GGUF, tokenizer: Tokenizer, plan: Plan) -> None:
+    # More rows than tokens is usual (padding); more tokens than rows means ids that no row answers to.
+    if tokenizer.n_vocab > plan.n_vocab:
+        raise ModelFileError(
+            f"{gguf.path}: tokenizer.ggml.tokens has {tokenizer.n_vocab} tokens, token_embd.weight {plan.n_vocab} rows"
+        )
+
+
+def _context(gguf: GGUF, plan: Plan, context: int | None) -> int:
+    if context is None:
+        return plan.n_ctx_train
+    if context < 1:
+        raise InvalidRequestError(f"the context is {context} tokens; it must be at least 1")
+    if context > plan.n_ctx_train:
+        raise ContextOverflowError(
+            f"{gguf.path}: a context of {context} was asked for, the model was trained for {plan.n_ctx_train} "
+            f"({plan.arch}.context_length)"
+        )
+    return context
+
+
+def _executor(
+    gguf: GGUF, plan: Plan, n_ctx: int, backend: str, threads: int | None, progress: Progress | None
+) -> tuple[Executor, str]:
+    """The executor that `backend` names and the name of what was chosen."""
+    if backend == "cuda":
+        raise DeviceError("this build of the package has no CUDA kernels; use the CPU backend")
+    if backend not in ("auto", "cpu"):
+        raise InvalidRequestError(f"the backend is {backend!r}; known are auto, cuda and cpu")
+    from reflex_ipc.reference.executor import ReferenceExecutor
+
+    def report(done: int, total: int) -> None:
+        if progress is not None:
+            progress("weights", done, total)
+
+    return ReferenceExecutor(gguf, plan, n_ctx, threads, report), "cpu"

@@ -1,0 +1,389 @@
+"""What a model computes, as a list of ops over named values, and the builder that writes the list.
+
+An architecture (`archs/`) is a function over a `Builder`. It says which GGUF tensors are combined how; it knows neither
+NumPy nor CUDA. The result is a `Plan`: frozen ops in execution order, the state the model keeps, the weights it reads.
+The reference executor maps every op to a NumPy function, the CUDA executor lowers the same list to launches. A plan is
+built once a model: the number of tokens of a step is symbolic (`T` below).
+
+Shapes are (rows, width): every activation is a matrix with one row a token, and heads lie side by side in the width.
+A weight of `ne` {n_in, n_out} is a NumPy (n_out, n_in) matrix W, and `Linear` is x W^T.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeAlias, Union
+
+from reflex_ipc.errors import ModelFileError, UnsupportedModelError
+from reflex_ipc.gguf import GGUF, Tensor
+
+PARENT_STATE = -1
+"""Parent of a token that continues the sequence kept in the state."""
+PARENT_NONE = -2
+"""Parent of a token that begins a sequence of its own and sees nothing before it."""
+
+
+class Step(NamedTuple):
+    """One forward pass over T tokens.
+
+    `parents[i]` is the index within the step of the token before token i: `i - 1` for plain text, an earlier branch
+    point in a tree (which is laid out depth first), or one of the two constants above at a root. Token i sees its
+    ancestors and, unless its root is `PARENT_NONE`, the whole state. `positions[i]` counts from 0. `rows` are the
+    tokens whose logits are wanted, ascending. The first `n_keep` tokens, a plain chain, advance the state; what the
+    others compute is forgotten with the step.
+    """
+
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    parents: Sequence[int]
+    rows: Sequence[int]
+    n_keep: int
+
+    @classmethod
+    def text(cls, tokens: Sequence[int], n_past: int, rows: Sequence[int]) -> "Step":
+        """Plain text that continues a state of `n_past` tokens."""
+        n = len(tokens)
+        return cls(tokens, range(n_past, n_past + n), range(-1, n - 1), rows, n)
+
+
+class Value(NamedTuple):
+    """An activation: (T, width) float32, or (rows that want logits, width) where `selected`."""
+
+    name: str
+    width: int
+    selected: bool = False
+
+
+class State(NamedTuple):
+    """Something a sequence keeps between steps.
+
+    `per_token`: one row of `shape` a token, and a prefix of it can be reused (keys, values, latents). Otherwise `shape`
+    is all of it, it holds the whole past, and only an equal past can reuse it (convolution tails, delta-rule states).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    per_token: bool
+
+
+class Rope(NamedTuple):
+    """Rotary positions: how pairs are formed and what angle a pair turns per position.
+
+    `style` is "norm" for pairs (2i, 2i+1) and "neox" for (i, i + n_rot/2). `freq_scale` is 1/factor of linear or YaRN
+    scaling. `n_ctx_orig` > 0 says YaRN. `magnitude` multiplies cosine and sine.
+    """
+
+    style: str
+    n_rot: int
+    freq_base: float
+    freq_scale: float = 1.0
+    n_ctx_orig: int = 0
+    magnitude: float = 1.0
+
+    def frequencies(self) -> list[float]:
+        """Radians a position for each of the n_rot/2 pairs: freq_base^(-2i/n_rot), scaled.
+
+        YaRN (arXiv 2309.00071, "NTK-by-parts"): pairs that turn more than 32 times within the original context keep
+        their angle, pairs that turn less than once are interpolated, a linear ramp joins the two.
+        """
+        freqs = [self.freq_base ** (-2.0 * i / self.n_rot) for i in range(self.n_rot // 2)]
+        if not self.n_ctx_orig:
+            return [f * self.freq_scale for f in freqs]
+
+        def pair_of(turns: float) -> float:
+            return self.n_rot * math.log(self.n_ctx_orig / (turns * 2.0 * math.pi)) / (2.0 * math.log(self.freq_base))
+
+        low = max(0, math.floor(pair_of(32.0)))
+        high = min(self.n_rot - 1, math.ceil(pair_of(1.0)))
+        ramp = [min(1.0, max(0.0, (i - low) / max(0.001, high - low))) for i in range(self.n_rot // 2)]
+        return [f * (self.freq_scale * r + (1.0 - r)) for f, r in zip(freqs, ramp, strict=True)]
+
+
+class Embed(NamedTuple):
+    """out[i] = weight[tokens[i]]."""
+
+    name: str
+    out: Value
+    weight: str
+
+
+class RmsNorm(NamedTuple):
+    """Each of `n_group` equal parts of a row: out = x / sqrt(mean(x^2) + eps) * weight, weight shared by the parts."""
+
+    name: str
+    out: Value
+    x: Value
+    weight: str
+    n_group: int
+    eps: float
+
+
+class Linear(NamedTuple):
+    """out = x W^T (+ bias)."""
+
+    name: str
+    out: Value
+    x: Value
+    weight: str
+    bias: str | None = None
+
+
+class Rotate(NamedTuple):
+    """RoPE on dims [offset, offset + n_rot) of each of `n_head` heads; the others pass. `factors` divide the angles."""
+
+    name: str
+    out: Value
+    x: Value
+    n_head: int
+    offset: int
+    rope: Rope
+    factors: str | None = None
+
+
+class Attention(NamedTuple):
+    """Softmax attention over the state and the step's ancestors, query head h reading head h // (n_head/n_head_kv).
+
+    q (T, n_head * d), k (T, n_head_kv * d), v (T, n_head_kv * d_v), out (T, n_head * d_v). k and v of the tokens that
+    are kept are appended to the states `k_state` and `v_state`.
+    """
+
+    name: str
+    out: Value
+    q: Value
+    k: Value
+    v: Value
+    k_state: str
+    v_state: str
+    n_head: int
+    n_head_kv: int
+    scale: float
+
+
+class SwiGlu(NamedTuple):
+    """out = silu(gate) * up, with silu(y) = y * sigmoid(y)."""
+
+    name: str
+    out: Value
+    gate: Value
+    up: Value
+
+
+class Add(NamedTuple):
+    """out = a + b."""
+
+    name: str
+    out: Value
+    a: Value
+    b: Value
+
+
+class Slice(NamedTuple):
+    """Columns [start, start + length) of each of `n_group` equal parts of a row, side by side."""
+
+    name: str
+    out: Value
+    x: Value
+    n_group: int
+    start: int
+    length: int
+
+
+class SelectRows(NamedTuple):
+    """The rows of the step that want logits."""
+
+    name: str
+    out: Value
+    x: Value
+
+
+Op: TypeAlias = Union[Embed, RmsNorm, Linear, Rotate, Attention, SwiGlu, Add, Slice, SelectRows]
+
+
+class Plan(NamedTuple):
+    """All of one model. `weights` is in the order of first use, which is the order of upload."""
+
+    arch: str
+    ops: tuple[Op, ...]
+    states: tuple[State, ...]
+    weights: dict[str, Tensor]
+    logits: Value
+    n_vocab: int
+    n_embd: int
+    n_layer: int
+    n_ctx_train: int
+    ignored: tuple[str, ...]
+    """Tensors of the file that no op reads."""
+
+    @property
+    def n_elements(self) -> int:
+        """Elements of all weights."""
+        return sum(t.n_elements for t in self.weights.values())
+
+    def state_elements(self) -> tuple[int, int]:
+        """(elements a token, fixed elements) of the state."""
+        per_token = fixed = 0
+        for state in self.states:
+            n = 1
+            for d in state.shape:
+                n *= d
+            if state.per_token:
+                per_token += n
+            else:
+                fixed += n
+        return per_token, fixed
+
+    def peak_width(self) -> int:
+        """Largest sum of widths of values alive at once: the scratch a token needs, in elements."""
+        alive: dict[str, int] = {}
+        peak = 0
+        for op, dead in zip(self.ops, last_uses(self.ops), strict=True):
+            alive[op.out.name] = op.out.width
+            peak = max(peak, sum(alive.values()))
+            for name in dead:
+                del alive[name]
+        return peak
+
+
+def inputs(op: Op) -> list[Value]:
+    """The values an op reads."""
+    return [field for key, field in zip(op._fields, op, strict=True) if isinstance(field, Value) and key != "out"]
+
+
+def last_uses(ops: Sequence[Op]) -> list[list[str]]:
+    """For every op the values that nothing reads after it; the last op's own value stays."""
+    last = {op.out.name: i for i, op in enumerate(ops)}
+    for i, op in enumerate(ops):
+        for value in inputs(op):
+            last[value.name] = i
+    dead: list[list[str]] = [[] for _ in ops]
+    for name, i in last.items():
+        if i + 1 < len(ops):
+            dead[i].append(name)
+    return dead
+
+
+class Builder:
+    """Writes a plan, checking every tensor's shape against the file as it goes.
+
+    Names inside a layer are relative: within `for i in b.layers(n)`, `"attn_q"` means `blk.i.attn_q`. Every op gets
+    the name of what it computes, `blk.i.` included, so that dumps and errors can be compared across executors.
+    """
+
+    def __init__(self, gguf: GGUF, arch: str) -> None:
+        self.gguf = gguf
+        self.arch = arch
+        self.ops: list[Op] = []
+        self.states: list[State] = []
+        self.weights: dict[str, Tensor] = {}
+        self._scope = ""
+
+    def layers(self, n: int) -> Iterator[int]:
+        for i in range(n):
+            self._scope = f"blk.{i}."
+            yield i
+        self._scope = ""
+
+    def has(self, name: str) -> bool:
+        """Does the file have the tensor `name` (with its suffix) in this scope?"""
+        return self._scope + name in self.gguf.tensors
+
+    def weight(self, name: str, *ne: int) -> str:
+        """The full name of a tensor (suffix included) that must exist and have the dimensions `ne`."""
+        full = self._scope + name
+        tensor = self.gguf.tensors.get(full)
+        if tensor is None:
+            raise ModelFileError(f"{self.gguf.path}: tensor {full} is missing; architecture {self.arch} needs it")
+        if _trim(tensor.ne) != _trim(ne):
+            raise ModelFileError(
+                f"{self.gguf.path}: tensor {full} has dimensions {_dims(tensor.ne)}, its metadata ask for {_dims(ne)}"
+            )
+        self.weights.setdefault(full, tensor)
+        return full
+
+    def _value(self, name: str, width: int, selected: bool = False) -> Value:
+        return Value(self._scope + name, width, selected)
+
+    def _emit(self, op: Op) -> Value:
+        self.ops.append(op)
+        return op.out
+
+    def embed(self, n_embd: int, n_vocab: int) -> Value:
+        out = self._value("embd", n_embd)
+        return self._emit(Embed(out.name, out, self.weight("token_embd.weight", n_embd, n_vocab)))
+
+    def rms_norm(self, x: Value, name: str, eps: float, n_group: int = 1) -> Value:
+        out = self._value(name, x.width, x.selected)
+        weight = self.weight(f"{name}.weight", x.width // n_group)
+        return self._emit(RmsNorm(out.name, out, x, weight, n_group, eps))
+
+    def linear(self, x: Value, name: str, n_out: int, *, weight: str | None = None) -> Value:
+        """`name` names the tensor and the value; `weight` is another tensor's name where the two differ (tied)."""
+        out = self._value(name, n_out, x.selected)
+        w = self.weight(weight or f"{name}.weight", x.width, n_out)
+        bias = self.weight(f"{name}.bias", n_out) if self.has(f"{name}.bias") else None
+        return self._emit(Linear(out.name, out, x, w, bias))
+
+    def rotate(
+        self, x: Value, name: str, n_head: int, rope: Rope, *, offset: int = 0, factors: str | None = None
+    ) -> Value:
+        """`factors` is the full name of a weight, as `weight` returns it."""
+        out = self._value(f"{name}_rope", x.width)
+        return self._emit(Rotate(out.name, out, x, n_head, offset, rope, factors))
+
+    def attention(self, q: Value, k: Value, v: Value, n_head: int, n_head_kv: int, scale: float) -> Value:
+        out = self._value("attn", n_head * (v.width // n_head_kv))
+        k_state = State(self._scope + "k", (k.width,), per_token=True)
+        v_state = State(self._scope + "v", (v.width,), per_token=True)
+        self.states += [k_state, v_state]
+        return self._emit(Attention(out.name, out, q, k, v, k_state.name, v_state.name, n_head, n_head_kv, scale))
+
+    def swiglu(self, gate: Value, up: Value, name: str = "ffn_act") -> Value:
+        out = self._value(name, up.width)
+        return self._emit(SwiGlu(out.name, out, gate, up))
+
+    def add(self, a: Value, b: Value, name: str) -> Value:
+        out = self._value(name, a.width)
+        return self._emit(Add(out.name, out, a, b))
+
+    def slice(self, x: Value, name: str, start: int, length: int, n_group: int = 1) -> Value:
+        out = self._value(name, n_group * length)
+        return self._emit(Slice(out.name, out, x, n_group, start, length))
+
+    def head(self, x: Value, n_vocab: int, eps: float) -> Value:
+        """Select rows, final norm, output matrix; a file without one shares `token_embd` (tied)."""
+        out = self._value("rows", x.width, selected=True)
+        x = self.rms_norm(self._emit(SelectRows(out.name, out, x)), "output_norm", eps)
+        return self.linear(x, "output", n_vocab, weight=None if self.has("output.weight") else "token_embd.weight")
+
+    def plan(self, logits: Value, *, n_layer: int, n_ctx_train: int, ignore: Sequence[str] = ()) -> Plan:
+        """Close the list. Tensors that nothing reads and that do not begin with one of `ignore` are an error: a model
+        that asks for more than we compute must not answer wrongly."""
+        unused = tuple(name for name in self.gguf.tensors if name not in self.weights)
+        for name in unused:
+            if not name.startswith(tuple(ignore)):
+                raise UnsupportedModelError(
+                    f"{self.gguf.path}: tensor {name} has no place in architecture {self.arch} as it is known here"
+                )
+        return Plan(
+            self.arch,
+            tuple(self.ops),
+            tuple(self.states),
+            self.weights,
+            logits,
+            logits.width,
+            self.ops[0].out.width,
+            n_layer,
+            n_ctx_train,
+            unused,
+        )
+
+
+def _trim(ne: Sequence[int]) -> tuple[int, ...]:
+    """Dimensions without trailing ones."""
+    n = len(ne)
+    while n > 1 and ne[n - 1] == 1:
+        n -= 1
+    return tuple(ne[:n])
+
+
+def _dims(ne: Sequence[int]) -> str:
+    return "{" + ",".join(map(str, ne)) + "}"

@@ -1,0 +1,69 @@
+"""What a run needs in host memory, and what there is."""
+
+from typing import NamedTuple
+
+from reflex_ipc.plan import Attention, Plan
+
+# Interpreter, NumPy and BLAS, the vocabulary, and reading buffers; measured with the demo model.
+_BASE = 160 << 20
+CONTEXT_STEP = 256
+"""The cache grows by this many tokens at a time."""
+MAX_STEP = 512
+"""Tokens of a prompt that go through the model in one piece."""
+
+
+class Need(NamedTuple):
+    """Bytes."""
+
+    weights: int
+    cache: int
+    scratch: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.scratch
+
+    def __str__(self) -> str:
+        return (
+            f"{mib(self.total)} of memory ({mib(self.weights)} weights as float32, {mib(self.cache)} cache, "
+            f"{mib(self.scratch)} working space)"
+        )
+
+
+def mib(n: int) -> str:
+    return f"{n / (1 << 20):,.0f} MiB"
+
+
+def estimate(plan: Plan, n_ctx: int) -> Need:
+    """What the reference executor needs at a context of `n_ctx` tokens."""
+    from reflex_ipc.reference.weights import resident
+
+    per_token, fixed = plan.state_elements()
+    n_step = min(n_ctx, MAX_STEP)
+    # Scores of one group of heads, before, masked and after the softmax's exponential.
+    scores = max(
+        (3 * n_step * (op.n_head // op.n_head_kv) * n_ctx for op in plan.ops if isinstance(op, Attention)), default=0
+    )
+    return Need(
+        weights=4 * sum(t.n_elements for t in resident(plan)),
+        cache=4 * (per_token * n_ctx + fixed),
+        scratch=4 * (plan.peak_width() * n_step + scores + 2 * plan.n_vocab) + _BASE,
+    )
+
+
+def available() -> int | None:
+    """Bytes this process may still take: what the kernel says is available, within its control group's limit."""
+    limits = []
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    limits.append(int(line.split()[1]) * 1024)
+        with open("/sys/fs/cgroup/memory.max") as file:
+            limit = file.read().strip()
+        if limit != "max":
+            with open("/sys/fs/cgroup/memory.current") as file:
+                limits.append(int(limit) - int(file.read()))
+    except (OSError, ValueError):
+        pass  # no such file in this kernel or container: what was found until here counts
+    return min(limits, default=None)

@@ -1,0 +1,181 @@
+"""What every op means, in NumPy: the oracle of the CUDA kernels and the arithmetic of the CPU backend.
+
+One function an op, taking the op and the `Run` it is part of, returning its value: a float32 matrix with one row a
+token. Naive on purpose; the formulas are in `plan`, next to the ops.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reflex_ipc import plan
+from reflex_ipc.plan import PARENT_NONE, Step
+from reflex_ipc.reference.weights import Weights
+
+Array = npt.NDArray[np.float32]
+Mask = npt.NDArray[np.bool_]
+
+
+class States:
+    """What a sequence keeps: one array a state, `n_past` rows of it in use where it grows by the token."""
+
+    def __init__(self, states: tuple[plan.State, ...]) -> None:
+        self.arrays = {s.name: np.zeros((0, *s.shape) if s.per_token else s.shape, np.float32) for s in states}
+        self.n_past = 0
+        self.n_reserved = 0
+        self._states = states
+
+    def reserve(self, n_tokens: int) -> None:
+        """Room for `n_tokens`; what is there stays."""
+        if n_tokens <= self.n_reserved:
+            return
+        for s in self._states:
+            if s.per_token:
+                grown = np.empty((n_tokens, *s.shape), np.float32)
+                grown[: self.n_past] = self.arrays[s.name][: self.n_past]
+                self.arrays[s.name] = grown
+        self.n_reserved = n_tokens
+
+    def reset(self) -> None:
+        self.n_past = 0
+        for s in self._states:
+            if not s.per_token:
+                self.arrays[s.name][:] = 0.0
+
+
+class Run:
+    """One step under way: the values computed so far, and what the step's shape says about who sees whom."""
+
+    def __init__(self, step: Step, weights: Weights, states: States) -> None:
+        self.step = step
+        self.weights = weights
+        self.states = states
+        self.n_past = states.n_past
+        self.values: dict[str, Array] = {}
+        self._visible: Mask | None = None
+
+    def __getitem__(self, value: plan.Value) -> Array:
+        return self.values[value.name]
+
+    @property
+    def visible(self) -> Mask:
+        """(T, n_past + T): may token i of the step see column j, the state's tokens first?"""
+        if self._visible is None:
+            parents = self.step.parents
+            n, past = len(parents), self.n_past
+            mask = np.zeros((n, past + n), np.bool_)
+            for i, parent in enumerate(parents):
+                if parent >= 0:
+                    mask[i] = mask[parent]
+                elif parent != PARENT_NONE:
+                    mask[i, :past] = True
+                mask[i, past + i] = True
+            self._visible = mask
+        return self._visible
+
+
+def embed(op: plan.Embed, run: Run) -> Array:
+    return run.weights.rows(op.weight, run.step.tokens)
+
+
+def rms_norm(op: plan.RmsNorm, run: Run) -> Array:
+    x = run[op.x]
+    x = x.reshape(len(x), op.n_group, -1)
+    mean = np.mean(np.square(x), axis=-1, keepdims=True)
+    return (x / np.sqrt(mean + np.float32(op.eps)) * run.weights[op.weight]).reshape(len(x), -1)
+
+
+def linear(op: plan.Linear, run: Run) -> Array:
+    out: Array = run[op.x] @ run.weights[op.weight].T
+    if op.bias is not None:
+        out += run.weights[op.bias]
+    return out
+
+
+def rotate(op: plan.Rotate, run: Run) -> Array:
+    rope = op.rope
+    frequencies = np.array(rope.frequencies())
+    if op.factors is not None:
+        frequencies = frequencies / run.weights[op.factors]
+    # Angles grow with the position; float32 would lose their fraction in long contexts.
+    angles = np.array(run.step.positions, np.float64)[:, None] * frequencies
+    cos = (np.cos(angles) * rope.magnitude).astype(np.float32)[:, None, :]
+    sin = (np.sin(angles) * rope.magnitude).astype(np.float32)[:, None, :]
+    x = run[op.x]
+    out = x.reshape(len(x), op.n_head, -1).copy()
+    part = out[:, :, op.offset : op.offset + rope.n_rot]
+    if rope.style == "norm":
+        first, second = part[:, :, 0::2], part[:, :, 1::2]
+    else:
+        first, second = part[:, :, : rope.n_rot // 2], part[:, :, rope.n_rot // 2 :]
+    a, b = first.copy(), second.copy()
+    first[:] = a * cos - b * sin
+    second[:] = a * sin + b * cos
+    return out.reshape(x.shape)
+
+
+def attention(op: plan.Attention, run: Run) -> Array:
+    n_tokens, past = len(run.step.tokens), run.n_past
+    q = run[op.q].reshape(n_tokens, op.n_head_kv, op.n_head // op.n_head_kv, -1)
+    keys = _extend(run, op.k_state, run[op.k]).reshape(past + n_tokens, op.n_head_kv, -1)
+    values = _extend(run, op.v_state, run[op.v]).reshape(past + n_tokens, op.n_head_kv, -1)
+    out = np.empty((n_tokens, op.n_head_kv, q.shape[2], values.shape[-1]), np.float32)
+    for h in range(op.n_head_kv):
+        scores = q[:, h] @ keys[:, h].T * np.float32(op.scale)  # (T, heads of this group, n_past + T)
+        out[:, h] = softmax(np.where(run.visible[:, None, :], scores, np.float32(-np.inf))) @ values[:, h]
+    return out.reshape(n_tokens, -1)
+
+
+def _extend(run: Run, name: str, rows: Array) -> Array:
+    """The state's rows with this step's behind them; those of the tokens that are kept are stored in passing."""
+    array, past, n_keep = run.states.arrays[name], run.n_past, run.step.n_keep
+    array[past : past + n_keep] = rows[:n_keep]
+    if n_keep == len(rows):
+        return array[: past + n_keep]
+    return np.concatenate([array[:past], rows])
+
+
+def softmax(x: Array) -> Array:
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    out: Array = e / e.sum(axis=-1, keepdims=True)
+    return out
+
+
+def sigmoid(x: Array) -> Array:
+    # exp only of what is not positive, so that nothing overflows.
+    e = np.exp(-np.abs(x))
+    return np.where(x >= 0, 1 / (1 + e), e / (1 + e)).astype(np.float32)
+
+
+def swiglu(op: plan.SwiGlu, run: Run) -> Array:
+    gate = run[op.gate]
+    return gate * sigmoid(gate) * run[op.up]
+
+
+def add(op: plan.Add, run: Run) -> Array:
+    return run[op.a] + run[op.b]
+
+
+def slice_(op: plan.Slice, run: Run) -> Array:
+    x = run[op.x]
+    x = x.reshape(len(x), op.n_group, -1)
+    return x[:, :, op.start : op.start + op.length].reshape(len(x), -1)
+
+
+def select_rows(op: plan.SelectRows, run: Run) -> Array:
+    return run[op.x][list(run.step.rows)]
+
+
+FUNCTIONS: dict[type, Callable[[Any, Run], Array]] = {
+    plan.Embed: embed,
+    plan.RmsNorm: rms_norm,
+    plan.Linear: linear,
+    plan.Rotate: rotate,
+    plan.Attention: attention,
+    plan.SwiGlu: swiglu,
+    plan.Add: add,
+    plan.Slice: slice_,
+    plan.SelectRows: select_rows,
+}

@@ -11,7 +11,7 @@ A weight of `ne` {n_in, n_out} is a NumPy (n_out, n_in) matrix W, and `Linear` i
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeAlias, Union
+from typing import NamedTuple, TypeAlias
 
 from reflex_ipc.errors import ModelFileError, UnsupportedModelError
 from reflex_ipc.gguf import GGUF, Tensor
@@ -187,6 +187,138 @@ class Slice(NamedTuple):
     length: int
 
 
+class Concat(NamedTuple):
+    """a and b side by side."""
+
+    name: str
+    out: Value
+    a: Value
+    b: Value
+
+
+class Gate(NamedTuple):
+    """out = x * sigmoid(gate); gate is as wide as x, or one number a row."""
+
+    name: str
+    out: Value
+    x: Value
+    gate: Value
+
+
+class LatentAttention(NamedTuple):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) over one latent row a token, in absorbed form.
+
+    q (T, n_head * (d_nope + d_rope)), latent (T, rank + d_rope): a token's normalised latent c, then its rotated key
+    part, which all heads share. Head h scores position s with scale * ((k_b[h] q_nope) . c_s + q_rope . k_rope_s) and
+    mixes v_b[h] (sum of p_s c_s); out (T, n_head * d_v). The latent rows are what the state keeps. `weights` are k_b
+    {d_nope, rank, n_head} and v_b {rank, d_v, n_head}, or one kv_b {rank, n_head * (d_nope + d_v)} of older files,
+    whose rows are, head by head, k_b's columns and then v_b's rows.
+    """
+
+    name: str
+    out: Value
+    q: Value
+    latent: Value
+    state: str
+    weights: tuple[str, ...]
+    n_head: int
+    rank: int
+    scale: float
+
+
+class Route(NamedTuple):
+    """Which experts a token goes to. out (T, 2 * n_used): their ids, ascending ranks, then their weights.
+
+    p = softmax or sigmoid of the logits; selection is by p + bias, within the `n_group_used` best of `n_group` groups
+    of consecutive experts (a group counts by its best, or by the sum of its two best where `top2`); the weights are p
+    itself, divided by their sum where `normalise`, times `scale`. Ids are whole numbers in float32.
+    """
+
+    name: str
+    out: Value
+    logits: Value
+    bias: str | None
+    n_used: int
+    gating: str
+    n_group: int
+    n_group_used: int
+    top2: bool
+    normalise: bool
+    scale: float
+
+
+class ExpertLinear(NamedTuple):
+    """out[:, k] = x_k W[id_k]^T for each of a token's experts; x is one row a token, or a part of it an expert.
+
+    The weight has `ne` {n_in, n_out, n_expert}; out (T, n_used * n_out).
+    """
+
+    name: str
+    out: Value
+    x: Value
+    routes: Value
+    weight: str
+
+
+class ExpertSum(NamedTuple):
+    """out = sum over a token's experts of weight_k * x_k; x (T, n_used * width)."""
+
+    name: str
+    out: Value
+    x: Value
+    routes: Value
+
+
+class Conv(NamedTuple):
+    """silu of a causal depthwise convolution over a token and its `kernel - 1` ancestors.
+
+    The weight has `ne` {kernel, width}, its last tap for the token itself; before a sequence lie zeros. The state
+    keeps the last kernel - 1 inputs.
+    """
+
+    name: str
+    out: Value
+    x: Value
+    weight: str
+    state: str
+
+
+class L2Norm(NamedTuple):
+    """Each of `n_group` equal parts of a row: out = x / sqrt(sum(x^2) + eps)."""
+
+    name: str
+    out: Value
+    x: Value
+    n_group: int
+    eps: float
+
+
+class DeltaRule(NamedTuple):
+    """The gated delta rule (arXiv 2412.06464), one state S (d_k, d_v) a value head, per token:
+
+        S = exp(g) S,  g = softplus(alpha + dt) * a
+        S = S + k (sigmoid(beta) (v - S^T k))^T
+        out = S^T q / sqrt(d_k)
+
+    q, k (T, n_head_k * d_k), v, out (T, n_head_v * d_v), alpha, beta (T, n_head_v). Value head h belongs to key head
+    h mod n_head_k where `tiled`, else to h // (n_head_v / n_head_k).
+    """
+
+    name: str
+    out: Value
+    q: Value
+    k: Value
+    v: Value
+    alpha: Value
+    beta: Value
+    dt: str
+    a: str
+    state: str
+    n_head_k: int
+    n_head_v: int
+    tiled: bool
+
+
 class SelectRows(NamedTuple):
     """The rows of the step that want logits."""
 
@@ -195,7 +327,26 @@ class SelectRows(NamedTuple):
     x: Value
 
 
-Op: TypeAlias = Union[Embed, RmsNorm, Linear, Rotate, Attention, SwiGlu, Add, Slice, SelectRows]
+Op: TypeAlias = (
+    Embed
+    | RmsNorm
+    | L2Norm
+    | Linear
+    | Rotate
+    | Attention
+    | LatentAttention
+    | Conv
+    | DeltaRule
+    | SwiGlu
+    | Gate
+    | Add
+    | Slice
+    | Concat
+    | Route
+    | ExpertLinear
+    | ExpertSum
+    | SelectRows
+)
 
 
 class Plan(NamedTuple):
@@ -347,6 +498,66 @@ class Builder:
     def slice(self, x: Value, name: str, start: int, length: int, n_group: int = 1) -> Value:
         out = self._value(name, n_group * length)
         return self._emit(Slice(out.name, out, x, n_group, start, length))
+
+    def concat(self, a: Value, b: Value, name: str) -> Value:
+        out = self._value(name, a.width + b.width)
+        return self._emit(Concat(out.name, out, a, b))
+
+    def gate(self, x: Value, gate: Value, name: str) -> Value:
+        out = self._value(name, x.width)
+        return self._emit(Gate(out.name, out, x, gate))
+
+    def latent_attention(
+        self, q: Value, latent: Value, weights: tuple[str, ...], n_head: int, rank: int, d_v: int, scale: float
+    ) -> Value:
+        out = self._value("attn", n_head * d_v)
+        state = State(self._scope + "latent", (latent.width,), per_token=True)
+        self.states.append(state)
+        return self._emit(LatentAttention(out.name, out, q, latent, state.name, weights, n_head, rank, scale))
+
+    def route(
+        self,
+        logits: Value,
+        n_used: int,
+        *,
+        gating: str = "softmax",
+        bias: str | None = None,
+        groups: tuple[int, int] = (1, 1),
+        top2: bool = False,
+        normalise: bool = True,
+        scale: float = 1.0,
+    ) -> Value:
+        """`groups` is (how many there are, how many of them are used)."""
+        out = self._value("ffn_routes", 2 * n_used)
+        return self._emit(Route(out.name, out, logits, bias, n_used, gating, *groups, top2, normalise, scale))
+
+    def expert_linear(self, x: Value, routes: Value, name: str, n_in: int, n_out: int, n_expert: int) -> Value:
+        out = self._value(name, routes.width // 2 * n_out)
+        weight = self.weight(f"{name}.weight", n_in, n_out, n_expert)
+        return self._emit(ExpertLinear(out.name, out, x, routes, weight))
+
+    def expert_sum(self, x: Value, routes: Value) -> Value:
+        out = self._value("ffn_experts", x.width // (routes.width // 2))
+        return self._emit(ExpertSum(out.name, out, x, routes))
+
+    def conv(self, x: Value, name: str, kernel: int) -> Value:
+        out = self._value(name, x.width)
+        state = State(self._scope + "conv", (kernel - 1, x.width), per_token=False)
+        self.states.append(state)
+        return self._emit(Conv(out.name, out, x, self.weight(f"{name}.weight", kernel, x.width), state.name))
+
+    def l2_norm(self, x: Value, name: str, eps: float, n_group: int) -> Value:
+        out = self._value(name, x.width)
+        return self._emit(L2Norm(out.name, out, x, n_group, eps))
+
+    def delta_rule(
+        self, q: Value, k: Value, v: Value, alpha: Value, beta: Value, n_head_k: int, n_head_v: int, *, tiled: bool
+    ) -> Value:
+        out = self._value("delta", v.width)
+        state = State(self._scope + "delta", (n_head_v, q.width // n_head_k, v.width // n_head_v), per_token=False)
+        self.states.append(state)
+        dt, a = self.weight("ssm_dt.bias", n_head_v), self.weight("ssm_a", n_head_v)
+        return self._emit(DeltaRule(out.name, out, q, k, v, alpha, beta, dt, a, state.name, n_head_k, n_head_v, tiled))
 
     def head(self, x: Value, n_vocab: int, eps: float) -> Value:
         """Select rows, final norm, output matrix; a file without one shares `token_embd` (tied)."""

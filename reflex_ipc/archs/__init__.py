@@ -1,7 +1,7 @@
 """One function per model family, over the builder of `plan`.
 
-`build` finds the family by the file's `general.architecture` and returns its plan. A family lives in the module of
-its own name, imported only when a file asks for it.
+`build` finds the family by the file's `general.architecture` and returns its plan. Its module is imported only when
+a file asks for it.
 """
 
 from importlib import import_module
@@ -10,7 +10,16 @@ from reflex_ipc.errors import UnsupportedModelError
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.plan import Builder, Plan
 
-FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+FAMILIES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3moe",
+    "qwen35": "qwen35",
+    "qwen35moe": "qwen35",
+    "qwen3next": "qwen35",
+    "deepseek2": "deepseek2",
+}
 """`general.architecture` -> module of this package."""
 
 

@@ -5,16 +5,22 @@ from reflex_ipc.plan import Builder, Value
 
 
 def attention(b: Builder, h: Hparams, x: Value, *, qk_norm: bool = False, factors: str | None = None) -> Value:
-    """x + attn_output(attention(rope(q), rope(k), v)) of the normalised x; QK-norm comes before the rotation."""
+    """x + attn_output(rotated_attention(q, k, v)) of the normalised x."""
     a = b.rms_norm(x, "attn_norm", h.eps)
-    q, k, v = qkv(b, h, a)
+    o = rotated_attention(b, h, *qkv(b, h, a), qk_norm=qk_norm, factors=factors)
+    return b.add(x, b.linear(o, "attn_output", h.n_embd), "attn_residual")
+
+
+def rotated_attention(
+    b: Builder, h: Hparams, q: Value, k: Value, v: Value, *, qk_norm: bool = False, factors: str | None = None
+) -> Value:
+    """attention(rope(q), rope(k), v); QK-norm comes before the rotation."""
     if qk_norm:
         q = b.rms_norm(q, "attn_q_norm", h.eps, h.n_head)
         k = b.rms_norm(k, "attn_k_norm", h.eps, h.n_head_kv)
     q = b.rotate(q, "attn_q", h.n_head, h.rope, factors=factors)
     k = b.rotate(k, "attn_k", h.n_head_kv, h.rope, factors=factors)
-    o = b.attention(q, k, v, h.n_head, h.n_head_kv, h.attention_scale)
-    return b.add(x, b.linear(o, "attn_output", h.n_embd), "attn_residual")
+    return b.attention(q, k, v, h.n_head, h.n_head_kv, h.attention_scale)
 
 
 def qkv(b: Builder, h: Hparams, a: Value) -> tuple[Value, Value, Value]:
@@ -31,7 +37,11 @@ def qkv(b: Builder, h: Hparams, a: Value) -> tuple[Value, Value, Value]:
 
 
 def ffn(b: Builder, h: Hparams, x: Value) -> Value:
-    """x + ffn_down(silu(ffn_gate a) * ffn_up a) of the normalised x."""
-    a = b.rms_norm(x, "ffn_norm", h.eps)
+    """x + swiglu_ffn of the normalised x."""
+    return b.add(x, swiglu_ffn(b, h, b.rms_norm(x, "ffn_norm", h.eps)), "ffn_residual")
+
+
+def swiglu_ffn(b: Builder, h: Hparams, a: Value) -> Value:
+    """ffn_down(silu(ffn_gate a) * ffn_up a)."""
     act = b.swiglu(b.linear(a, "ffn_gate", h.n_ff), b.linear(a, "ffn_up", h.n_ff))
-    return b.add(x, b.linear(act, "ffn_down", h.n_embd), "ffn_residual")
+    return b.linear(act, "ffn_down", h.n_embd)

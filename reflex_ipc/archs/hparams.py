@@ -66,7 +66,7 @@ def read(gguf: GGUF, arch: str, rope_style: str) -> Hparams:
         n_head_kv=n_head_kv,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        n_ff=per_layer(gguf, f"{arch}.feed_forward_length", n_layer),
+        n_ff=per_layer(gguf, f"{arch}.feed_forward_length", n_layer, default=0, least=0),
         n_vocab=_n_vocab(gguf),
         n_ctx_train=count("context_length", most=1 << 31),
         eps=eps,
@@ -74,15 +74,25 @@ def read(gguf: GGUF, arch: str, rope_style: str) -> Hparams:
     )
 
 
-def per_layer(gguf: GGUF, key: str, n_layer: int, *, default: int | None = None) -> int:
-    """A count that may be given once or once a layer, but is the same in all of them."""
+def per_layer(gguf: GGUF, key: str, n_layer: int, *, default: int | None = None, least: int = 1) -> int:
+    """A count that may be given once or once a layer, but is the same in all layers that have it: some writers put 0
+    where a layer does without."""
     values = gguf.ints(key, n_layer) if default is None else gguf.ints(key, n_layer, [default] * n_layer)
-    first = values[0]
-    if any(v != first for v in values):
+    given = [v for v in values if v != 0] or [0]
+    if any(v != given[0] for v in given):
         raise UnsupportedModelError(f"{gguf.path}: {key} differs between layers, which is not supported")
-    if not 1 <= first <= _MAX_WIDTH:
-        raise ModelFileError(f"{gguf.path}: {key} is {first}, which is not between 1 and {_MAX_WIDTH}")
-    return first
+    if not least <= given[0] <= _MAX_WIDTH:
+        raise ModelFileError(f"{gguf.path}: {key} is {given[0]}, which is not between {least} and {_MAX_WIDTH}")
+    return given[0]
+
+
+def n_nextn(gguf: GGUF, arch: str, n_layer: int) -> int:
+    """Blocks at the end of the file that predict further tokens and take no part in ordinary generation."""
+    key = f"{arch}.nextn_predict_layers"
+    n = gguf.int(key, 0)
+    if not 0 <= n < n_layer:
+        raise ModelFileError(f"{gguf.path}: {key} is {n} of {n_layer} blocks")
+    return n
 
 
 def _n_vocab(gguf: GGUF) -> int:

@@ -88,7 +88,7 @@ def rms_norm(op: plan.RmsNorm, run: Run) -> Array:
 
 
 def linear(op: plan.Linear, run: Run) -> Array:
-    out: Array = run[op.x] @ run.weights[op.weight].T
+    out: Array = run[op.x] @ run.weights[op.weight].reshape(op.out.width, op.x.width).T
     if op.bias is not None:
         out += run.weights[op.bias]
     return out
@@ -164,6 +164,138 @@ def slice_(op: plan.Slice, run: Run) -> Array:
     return x[:, :, op.start : op.start + op.length].reshape(len(x), -1)
 
 
+def concat(op: plan.Concat, run: Run) -> Array:
+    return np.concatenate([run[op.a], run[op.b]], axis=1)
+
+
+def gate(op: plan.Gate, run: Run) -> Array:
+    return run[op.x] * sigmoid(run[op.gate])
+
+
+def latent_attention(op: plan.LatentAttention, run: Run) -> Array:
+    q = run[op.q].reshape(len(run.step.tokens), op.n_head, -1)
+    rows = _extend(run, op.state, run[op.latent])
+    d_nope = q.shape[2] - (op.latent.width - op.rank)
+    if len(op.weights) == 2:
+        k_b, v_b = (run.weights[name] for name in op.weights)  # (n_head, rank, d_nope), (n_head, d_v, rank)
+    else:
+        kv_b = run.weights[op.weights[0]].reshape(op.n_head, -1, op.rank)
+        k_b, v_b = kv_b[:, :d_nope].transpose(0, 2, 1), kv_b[:, d_nope:]
+    out = np.empty((len(q), op.n_head, v_b.shape[1]), np.float32)
+    for h in range(op.n_head):
+        absorbed = np.concatenate([q[:, h, :d_nope] @ k_b[h].T, q[:, h, d_nope:]], axis=1)
+        scores = absorbed @ rows.T * np.float32(op.scale)
+        mixed = softmax(np.where(run.visible, scores, np.float32(-np.inf))) @ rows[:, : op.rank]
+        out[:, h] = mixed @ v_b[h].T
+    return out.reshape(len(q), -1)
+
+
+def route(op: plan.Route, run: Run) -> Array:
+    logits = run[op.logits]
+    p = softmax(logits) if op.gating == "softmax" else sigmoid(logits)
+    selection = p if op.bias is None else p + run.weights[op.bias]
+    if op.n_group > 1:
+        groups = selection.reshape(len(p), op.n_group, -1)
+        best = -np.sort(-groups, axis=-1)
+        score = best[:, :, :2].sum(axis=-1) if op.top2 else best[:, :, 0]
+        used = np.argsort(-score, axis=-1, kind="stable")[:, : op.n_group_used]
+        masked = np.full_like(groups, -np.inf)
+        np.put_along_axis(masked, used[:, :, None], np.take_along_axis(groups, used[:, :, None], axis=1), axis=1)
+        selection = masked.reshape(p.shape)
+    ids = np.argsort(-selection, axis=-1, kind="stable")[:, : op.n_used]
+    weights = np.take_along_axis(p, ids, axis=-1)
+    if op.normalise:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + np.float32(1e-20))
+    return np.concatenate([ids.astype(np.float32), weights * np.float32(op.scale)], axis=1)
+
+
+def expert_linear(op: plan.ExpertLinear, run: Run) -> Array:
+    n_used = op.routes.width // 2
+    ids = run[op.routes][:, :n_used].astype(np.int64)
+    weight = run.weights[op.weight]  # (n_expert, n_out, n_in)
+    x = run[op.x].reshape(len(ids), -1, weight.shape[2])
+    x = np.broadcast_to(x, (len(ids), n_used, weight.shape[2]))
+    out = np.empty((len(ids), n_used, weight.shape[1]), np.float32)
+    for expert in np.unique(ids):
+        chosen = ids == expert
+        out[chosen] = x[chosen] @ weight[expert].T
+    return out.reshape(len(ids), -1)
+
+
+def expert_sum(op: plan.ExpertSum, run: Run) -> Array:
+    n_used = op.routes.width // 2
+    x = run[op.x].reshape(len(run[op.x]), n_used, -1)
+    out: Array = (x * run[op.routes][:, n_used:, None]).sum(axis=1)
+    return out
+
+
+def conv(op: plan.Conv, run: Run) -> Array:
+    x, step = run[op.x], run.step
+    taps = run.weights[op.weight]  # (width, kernel)
+    kernel = taps.shape[1]
+    tail = run.states.arrays[op.state]  # (kernel - 1, width), oldest first
+    # Rows before the step: the state's tail for what continues it, zeros for what begins anew.
+    zeros = np.zeros_like(tail)
+    out = np.zeros_like(x)
+    for i in range(len(x)):
+        line: list[Array] = []
+        at = i
+        while len(line) < kernel and at >= 0:
+            line.append(x[at])
+            at = step.parents[at]
+        missing = kernel - len(line)
+        if missing:
+            before = zeros if at == PARENT_NONE else tail
+            line += list(before[::-1][:missing])
+        out[i] = np.einsum("kc,ck->c", np.stack(line[::-1]), taps)
+    if step.n_keep:
+        tail[:] = np.concatenate([tail, x[: step.n_keep]])[-(kernel - 1) :]
+    return out * sigmoid(out)
+
+
+def l2_norm(op: plan.L2Norm, run: Run) -> Array:
+    x = run[op.x]
+    x = x.reshape(len(x), op.n_group, -1)
+    norm = np.sqrt(np.sum(np.square(x), axis=-1, keepdims=True) + np.float32(op.eps))
+    return (x / norm).reshape(len(x), -1)
+
+
+def delta_rule(op: plan.DeltaRule, run: Run) -> Array:
+    step, n = run.step, len(run.step.tokens)
+    q, k = (run[x].reshape(n, op.n_head_k, -1) for x in (op.q, op.k))
+    v = run[op.v].reshape(n, op.n_head_v, -1)
+    per_key = op.n_head_v // op.n_head_k
+    head = [h % op.n_head_k if op.tiled else h // per_key for h in range(op.n_head_v)]
+    q, k = q[:, head] / np.float32(np.sqrt(q.shape[2])), k[:, head]
+    softplus = np.logaddexp(np.float32(0.0), run[op.alpha] + run.weights[op.dt])
+    decay = np.exp(softplus * run.weights[op.a])
+    beta = sigmoid(run[op.beta])
+    kept = run.states.arrays[op.state]  # (n_head_v, d_k, d_v)
+    # The state behind each token that something still continues.
+    last_child = {parent: i for i, parent in enumerate(step.parents) if parent >= 0}
+    behind: dict[int, Array] = {}
+    after = kept
+    out = np.empty_like(v)
+    for i, parent in enumerate(step.parents):
+        if parent >= 0:
+            s = behind[parent]
+            if last_child[parent] == i:
+                del behind[parent]
+        else:
+            s = np.zeros_like(kept) if parent == PARENT_NONE else kept
+        s = s * decay[i][:, None, None]
+        memory = np.einsum("hkv,hk->hv", s, k[i])
+        s = s + k[i][:, :, None] * (beta[i][:, None] * (v[i] - memory))[:, None, :]
+        out[i] = np.einsum("hkv,hk->hv", s, q[i])
+        if i in last_child:
+            behind[i] = s
+        if i == step.n_keep - 1:
+            after = s
+    if after is not kept:
+        kept[:] = after
+    return out.reshape(n, -1)
+
+
 def select_rows(op: plan.SelectRows, run: Run) -> Array:
     return run[op.x][list(run.step.rows)]
 
@@ -177,5 +309,14 @@ FUNCTIONS: dict[type, Callable[[Any, Run], Array]] = {
     plan.SwiGlu: swiglu,
     plan.Add: add,
     plan.Slice: slice_,
+    plan.Concat: concat,
+    plan.Gate: gate,
+    plan.LatentAttention: latent_attention,
+    plan.Route: route,
+    plan.ExpertLinear: expert_linear,
+    plan.ExpertSum: expert_sum,
+    plan.Conv: conv,
+    plan.L2Norm: l2_norm,
+    plan.DeltaRule: delta_rule,
     plan.SelectRows: select_rows,
 }

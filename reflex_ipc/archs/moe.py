@@ -1,0 +1,49 @@
+"""Feed-forward layers of experts: a router, the experts' slabs, and what every token passes besides."""
+
+from reflex_ipc.errors import ModelFileError
+from reflex_ipc.plan import Builder, Value
+
+
+def experts(b: Builder, a: Value, routes: Value, n_ff: int, n_expert: int) -> Value:
+    """sum over a token's experts of weight * down(silu(gate a) * up a)."""
+    if b.has("ffn_gate_up_exps.weight"):
+        n_used = routes.width // 2
+        fused = b.expert_linear(a, routes, "ffn_gate_up_exps", a.width, 2 * n_ff, n_expert)
+        gate = b.slice(fused, "ffn_gate_exps", 0, n_ff, n_used)
+        up = b.slice(fused, "ffn_up_exps", n_ff, n_ff, n_used)
+    else:
+        gate = b.expert_linear(a, routes, "ffn_gate_exps", a.width, n_ff, n_expert)
+        up = b.expert_linear(a, routes, "ffn_up_exps", a.width, n_ff, n_expert)
+    act = b.swiglu(gate, up, "ffn_act_exps")
+    return b.expert_sum(b.expert_linear(act, routes, "ffn_down_exps", n_ff, a.width, n_expert), routes)
+
+
+def shared_expert(b: Builder, a: Value, n_ff: int) -> Value:
+    act = b.swiglu(b.linear(a, "ffn_gate_shexp", n_ff), b.linear(a, "ffn_up_shexp", n_ff), "ffn_act_shexp")
+    return b.linear(act, "ffn_down_shexp", a.width)
+
+
+def gated_shared_expert(b: Builder, a: Value, n_ff: int) -> Value:
+    """The shared expert of the Qwen families, scaled by one sigmoid a token."""
+    shared = shared_expert(b, a, n_ff)
+    return b.gate(shared, b.linear(a, "ffn_gate_inp_shexp", 1), "ffn_shexp_gated")
+
+
+def counts(b: Builder) -> tuple[int, int]:
+    """(expert_count, expert_used_count)."""
+    n_expert = b.gguf.int(f"{b.arch}.expert_count")
+    n_used = b.gguf.int(f"{b.arch}.expert_used_count")
+    if not 1 <= n_used <= n_expert <= 1 << 16:
+        raise ModelFileError(
+            f"{b.gguf.path}: {b.arch}.expert_used_count is {n_used} of {b.arch}.expert_count {n_expert}"
+        )
+    return n_expert, n_used
+
+
+def width(b: Builder, key: str, default: int | None = None) -> int:
+    """A feed-forward width of the experts."""
+    full = f"{b.arch}.{key}"
+    n = b.gguf.int(full) if default is None else b.gguf.int(full, default)
+    if not 1 <= n <= 1 << 24:
+        raise ModelFileError(f"{b.gguf.path}: {full} is {n}, which is no width")
+    return n

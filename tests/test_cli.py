@@ -1,0 +1,317 @@
+"""The command as a person runs it: real processes, real pipes, exit codes and what lands on which stream."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "reflex_ipc"]
+ROOT = Path(__file__).parents[1]
+
+
+def reflex(*arguments: object, stdin: bytes | None = None, **options: object) -> subprocess.CompletedProcess[bytes]:
+    where = {"input": stdin} if stdin is not None else {"stdin": subprocess.DEVNULL}
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)], capture_output=True, timeout=60, cwd=ROOT, check=False, **where, **options
+    )
+
+
+@pytest.fixture
+def tiny(fixtures: Path) -> Path:
+    """A model of a few hundred kilobytes; its text is nonsense, its behaviour is real."""
+    return fixtures / "exact" / "llama-f16.gguf"
+
+
+def failed(result: subprocess.CompletedProcess[bytes], code: int, *words: str) -> None:
+    """A clear error: the code, nothing on stdout, a message that names what matters, no traceback."""
+    message = result.stderr.decode()
+    assert (result.returncode, result.stdout) == (code, b""), message
+    assert "Traceback" not in message
+    assert message.startswith("reflex: ")
+    for word in words:
+        assert word in message
+
+
+# --- the main job
+
+
+@pytest.mark.model
+def test_demo_model_knows_the_capital(smollm2: Path) -> None:
+    result = reflex("run", "smollm2", "The capital of France is", "-n", "24")
+    assert result.returncode == 0, result.stderr
+    assert b"Paris" in result.stdout
+    assert result.stderr == b""
+
+
+@pytest.mark.model
+def test_demo_model_agrees_with_another_engine(smollm2: Path) -> None:
+    """The greedy text of xllamacpp, an independent engine, on the same file. It computes with int8 activations, so
+    only prompts whose continuation is clear are compared, and only as far as it is."""
+    import json
+
+    stored = json.loads((Path(__file__).parent / "fixtures" / "smollm2_greedy.json").read_text())
+    for item in stored:
+        result = reflex("run", "smollm2", "-p", item["prompt"], "-n", "12")
+        assert result.stdout.decode().startswith(item["text"]), item["prompt"]
+
+
+# --- where the prompt comes from
+
+
+def test_prompt_sources_agree(tiny: Path, tmp_path: Path) -> None:
+    prompt = "Hello there"
+    file = tmp_path / "prompt.txt"
+    file.write_text(prompt + "\n")
+    expected = reflex("run", tiny, prompt, "-n", "5")
+    assert expected.returncode == 0, expected.stderr
+    assert expected.stdout
+    for other in (
+        reflex("run", tiny, "-p", prompt, "-n", "5"),
+        reflex("run", tiny, "-f", file, "-n", "5"),
+        reflex("run", tiny, "-", "-n", "5", stdin=prompt.encode()),
+        reflex("run", tiny, "-n", "5", stdin=prompt.encode() + b"\n"),
+    ):
+        assert other.stdout == expected.stdout, other.stderr
+
+
+def test_stdin_is_not_read_when_a_prompt_is_given(tiny: Path) -> None:
+    read, write = os.pipe()
+    os.write(write, b"untouched")
+    result = subprocess.run(
+        [*COMMAND, "run", str(tiny), "Hello", "-n", "2"],
+        stdin=read,
+        capture_output=True,
+        timeout=60,
+        cwd=ROOT,
+        check=False,
+    )
+    os.close(write)
+    assert result.returncode == 0, result.stderr
+    assert os.read(read, 100) == b"untouched"
+    os.close(read)
+
+
+def test_only_one_newline_is_dropped(tiny: Path) -> None:
+    one = reflex("tokenize", tiny, stdin=b"Hello\n")
+    two = reflex("tokenize", tiny, stdin=b"Hello\n\n")
+    assert one.stdout == reflex("tokenize", tiny, "Hello").stdout
+    assert two.stdout == reflex("tokenize", tiny, "Hello\n").stdout != one.stdout
+
+
+def test_newline_at_the_end_only_on_a_terminal(tiny: Path) -> None:
+    piped = reflex("run", tiny, "Hello", "-n", "3")
+    parent, child = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "run", str(tiny), "Hello", "-n", "3"],
+        stdin=subprocess.DEVNULL,
+        stdout=child,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    os.close(child)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(parent, 4096)
+        except OSError:  # the terminal's other end is gone
+            break
+        if not piece:
+            break
+        shown += piece
+    assert process.wait(30) == 0
+    os.close(parent)
+    assert not piped.stdout.endswith(b"\n")
+    assert shown.replace(b"\r\n", b"\n") == piped.stdout + b"\n"
+
+
+# --- what goes wrong
+
+BAD_MODELS = {
+    "missing": 3,
+    "directory": 3,
+    "empty": 3,
+    "safetensors": 3,
+    "text": 3,
+    "zero": 3,
+}
+
+
+@pytest.mark.parametrize(("kind", "code"), BAD_MODELS.items())
+def test_bad_model(kind: str, code: int, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "empty":
+        path.touch()
+    elif kind == "safetensors":
+        path.write_bytes((2).to_bytes(8, "little") + b"{}")
+    elif kind == "text":
+        path.write_text("hello, I am no model\n" * 10)
+    elif kind == "zero":
+        path = Path("/dev/zero")
+    failed(reflex("run", path, "Hello"), code, str(path))
+
+
+def test_cut_model(tiny: Path, tmp_path: Path) -> None:
+    """Cut at every 10% as a process; the reader's own tests cut at every byte."""
+    whole = tiny.read_bytes()
+    path = tmp_path / "cut.gguf"
+    for percent in range(0, 100, 10):
+        path.write_bytes(whole[: len(whole) * percent // 100])
+        failed(reflex("run", path, "Hello"), 3, "cut.gguf")
+
+
+def test_unsupported_architecture(tmp_path: Path) -> None:
+    import gguf
+
+    path = tmp_path / "other.gguf"
+    writer = gguf.GGUFWriter(path, "gptneox")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(["a", "b", "ab"])
+    writer.add_token_types([1, 1, 1])
+    writer.add_token_merges(["a b"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    failed(reflex("run", path, "ab"), 4, "general.architecture", "gptneox", "llama")
+
+
+def test_unknown_name(tiny: Path) -> None:
+    failed(reflex("run", "gpt5", "Hello"), 2, "gpt5", "smollm2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["-n", "4", ""], 2, ["empty"]),
+        (["word " * 400, "-c", "64"], 7, ["64"]),
+        (["Hello", "-c", "0"], 2, ["context"]),
+        (["Hello", "-c", "999999999"], 7, ["context"]),
+        (["Hello", "-n", "-1"], 2, ["max_tokens"]),
+        (["Hello", "-p", "again"], 2, ["more than once"]),
+        (["-f", "/nowhere/at/all"], 11, ["/nowhere/at/all"]),
+        (["Hello", "--frobnicate"], 2, ["--frobnicate"]),
+        (["Hello", "--max-tok", "3"], 2, ["--max-tok"]),
+        (["Hello", "--threads", "0"], 2, ["threads"]),
+    ],
+)
+def test_bad_arguments(tiny: Path, arguments: list[str], code: int, words: list[str]) -> None:
+    failed(reflex("run", tiny, *arguments), code, *words)
+
+
+@pytest.mark.parametrize("habit", ["-m", "-ngl"])
+def test_habits_get_a_hint(habit: str) -> None:
+    failed(reflex("run", habit, "model.gguf", "-p", "Hello"), 2, habit)
+
+
+def test_invalid_utf8(tiny: Path) -> None:
+    failed(reflex("run", tiny, stdin=b"caf\xe9 au lait"), 2, "UTF-8", "standard input")
+    failed(reflex("run", tiny, b"caf\xe9".decode("utf-8", "surrogateescape")), 2, "UTF-8")
+
+
+def test_empty_stdin(tiny: Path) -> None:
+    failed(reflex("run", tiny, stdin=b""), 2, "empty")
+
+
+def test_closed_pipe_ends_quietly(tiny: Path) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "run", str(tiny), "Hello", "-n", "200"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.wait(60) == -signal.SIGPIPE
+    assert process.stderr.read() == b""
+
+
+def test_closed_stdout(tiny: Path) -> None:
+    script = 'exec "$@" >&-'
+    result = subprocess.run(
+        ["sh", "-c", script, "sh", *COMMAND, "run", str(tiny), "Hello"],
+        capture_output=True,
+        timeout=60,
+        cwd=ROOT,
+        check=False,
+    )
+    failed(result, 11, "standard output")
+
+
+def test_full_disk(tiny: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        result = subprocess.run(
+            [*COMMAND, "run", str(tiny), "Hello", "-n", "3"],
+            stdin=subprocess.DEVNULL,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            cwd=ROOT,
+            check=False,
+        )
+    assert result.returncode == 11
+    assert result.stderr.decode().startswith("reflex: ")
+    assert "No space left" in result.stderr.decode()
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_keep_what_was_printed(smollm2: Path, number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "run", str(smollm2), "Once upon a time", "-n", "4000"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    first = os.read(process.stdout.fileno(), 4096)
+    process.send_signal(number)
+    rest = process.stdout.read()
+    assert process.wait(30) == -number
+    assert process.stderr.read() == b""
+    assert (first + rest).decode()
+
+
+# --- the other commands
+
+
+def test_tokenize(tiny: Path) -> None:
+    import json
+
+    text = "Hello <|im_end|> wörld"
+    plain = reflex("tokenize", tiny, text)
+    ids = [int(word) for word in plain.stdout.split()]
+    pieces = json.loads(reflex("tokenize", tiny, text, "--json").stdout)
+    assert [piece["id"] for piece in pieces] == ids
+    assert reflex("tokenize", tiny, text, "--no-special").returncode == 0
+
+
+def test_version_and_help() -> None:
+    from reflex_ipc import __version__
+
+    assert reflex("--version").stdout.decode() == f"reflex {__version__}\n"
+    for command in ("run", "tokenize", "inspect"):
+        help_text = reflex(command, "--help")
+        assert help_text.returncode == 0
+        assert b"MODEL" in help_text.stdout
+
+
+def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
+    """What `reflex --version` loads is what every start pays for."""
+    script = (
+        "import sys; sys.argv = ['reflex', '--version']\n"
+        "from reflex_ipc.cli import main\n"
+        "try: main(['--version'])\n"
+        "except SystemExit: pass\n"
+        "print(*[m for m in ('numpy', 'json', 'jinja2', 'orjson', 'dataclasses', 'gguf') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, cwd=ROOT, check=True)
+    assert result.stdout.decode().splitlines()[-1] == ""

@@ -1,0 +1,104 @@
+"""Logits and greedy continuations against the reference files: see the README of the fixtures for where they came from.
+
+The bound is the norm of the difference over the norm of the reference, over all positions.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from reflex_ipc.engine import Engine
+
+DENSE = ["llama", "qwen2", "qwen3", "qwen3-untied"]
+QUANTISED = [
+    "llama-w256-Q4_K_M",
+    "qwen3-w256-IQ3_S",
+    "qwen3-w256-IQ4_XS",
+    "qwen3-w256-Q2_K",
+    "qwen3-w256-Q4_0",
+    "qwen3-w256-Q4_K_M",
+    "qwen3-w256-Q5_K_M",
+    "qwen3-w256-Q8_0",
+]
+BOUND = 2e-5
+
+
+def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    expected = expected.astype(np.float64)
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_logits_of_exact_weights(fixtures: Path, name: str) -> None:
+    reference = np.load(fixtures / "exact" / f"{name}-f16.npz")
+    with Engine.open(fixtures / "exact" / f"{name}-f16.gguf", backend="cpu") as engine:
+        assert relative_error(engine.logits(reference["ids"].tolist()), reference["logits"]) <= BOUND
+        long = engine.logits(reference["long_ids"].tolist())
+        assert relative_error(long[reference["long_rows"]], reference["long_logits"]) <= BOUND
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_greedy_continuation(fixtures: Path, name: str) -> None:
+    reference = np.load(fixtures / "exact" / f"{name}-f16.npz")
+    prompt = reference["ids"][: int(reference["prompt_len"])].tolist()
+    expected = reference["greedy"].tolist()
+    with Engine.open(fixtures / "exact" / f"{name}-f16.gguf", backend="cpu") as engine:
+        tokens = [t.id for t in engine.generate(prompt, max_tokens=len(expected), ignore_eos=True) if t.id is not None]
+    # Where the best two are closer than float32 can tell, either is right, and what follows differs.
+    close = np.flatnonzero(reference["greedy_gap"] < 1e-3)
+    n = int(close[0]) if len(close) else len(expected)
+    assert n > 8
+    assert tokens[:n] == expected[:n]
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_logits_of_quantised_weights(fixtures: Path, name: str) -> None:
+    reference = np.load(fixtures / "quantised" / f"{name}.npz")
+    with Engine.open(fixtures / "quantised" / f"{name}.gguf", backend="cpu") as engine:
+        assert relative_error(engine.logits(reference["ids"].tolist()), reference["logits"]) <= BOUND
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_prefill_in_pieces_is_prefill_in_one(fixtures: Path, name: str) -> None:
+    from reflex_ipc.plan import Step
+
+    reference = np.load(fixtures / "exact" / f"{name}-f16.npz")
+    ids = reference["ids"].tolist()
+    with Engine.open(fixtures / "exact" / f"{name}-f16.gguf", backend="cpu") as engine:
+        whole = engine.logits(ids)
+        executor = engine._executor
+        for sizes in ([1] * len(ids), [7, 1, 20, 20], [47, 1]):
+            executor.reset()
+            rows = []
+            start = 0
+            for size in sizes:
+                executor.forward(Step.text(ids[start : start + size], start, range(size)))
+                rows.append(executor.logits())
+                start += size
+            assert relative_error(np.concatenate(rows), whole) <= 1e-6
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_tree_is_each_branch_alone(fixtures: Path, name: str) -> None:
+    """A step with branches gives every branch the logits it has as a text of its own, and leaves the prompt's state."""
+    from reflex_ipc.plan import PARENT_NONE, Step
+
+    prompt, branches = [5, 6, 7, 8], [[9, 10, 11], [9, 12], [13]]
+    alone = [3, 4]  # a root of its own, which sees neither prompt nor state
+    with Engine.open(fixtures / "exact" / f"{name}-f16.gguf", backend="cpu") as engine:
+        expected = [engine.logits(prompt + branch)[len(prompt) :] for branch in branches] + [engine.logits(alone)]
+        after = engine.logits([*prompt, 20])[-1]
+        executor = engine._executor
+        executor.reset()
+        executor.forward(Step.text(prompt[:2], 0, []))
+        tokens = [*prompt[2:], 9, 10, 11, 12, 13, *alone]
+        positions = [2, 3, 4, 5, 6, 5, 4, 0, 1]
+        parents = [-1, 0, 1, 2, 3, 2, 1, PARENT_NONE, 7]
+        executor.forward(Step(tokens, positions, parents, list(range(len(tokens))), 2))
+        tree = executor.logits()
+        rows = [tree[[2, 3, 4]], tree[[2, 5]], tree[[6]], tree[[7, 8]]]
+        for actual, wanted in zip(rows, expected, strict=True):
+            assert relative_error(actual, wanted) <= 1e-6
+        executor.forward(Step.text([20], executor.n_past, [0]))
+        assert relative_error(executor.logits()[0], after) <= 1e-6

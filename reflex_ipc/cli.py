@@ -105,6 +105,9 @@ def _parser() -> ArgumentParser:
     run.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file")
     run.add_argument("-n", "--max-tokens", type=int, default=128, metavar="N", help="tokens at most (128)")
     _backend(run)
+    _sampling(run)
+    _chat(run)
+    run.add_argument("--deadline", type=int, metavar="MS", help="stop after so many milliseconds, with exit code 124")
     run.add_argument("--timings", action="store_true", help="print the phases and their milliseconds to stderr")
     run.add_argument("-v", "--verbose", action="store_true", help="say on stderr what is done")
     run.set_defaults(command=_run)
@@ -135,6 +138,42 @@ def _backend(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--backend", choices=("auto", "cuda", "cpu"), default="auto", help="where to run (auto)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (all)")
+
+
+def _sampling(parser: ArgumentParser) -> None:
+    """Options whose `dest` is a field of `sampler.Sampling`; what is not given keeps that class's default."""
+    group = parser.add_argument_group("sampling (docs/sampling.md has the formulas; without these the best token wins)")
+    for flags, kind, text in (
+        (("--temp", "--temperature"), float, "temperature; 0 is greedy"),
+        (("--top-k",), int, "only the k likeliest"),
+        (("--top-p",), float, "only the likeliest that together have this probability"),
+        (("--min-p",), float, "only those with at least this share of the likeliest one's probability"),
+        (("--repeat-penalty",), float, "divide (or multiply) the logits of recent tokens"),
+        (("--repeat-last-n",), int, "how many tokens are recent; -1 is all"),
+        (("--presence-penalty",), float, "subtract from every token that occurred"),
+        (("--frequency-penalty",), float, "subtract for each time it occurred"),
+        (("-s", "--seed"), int, "seed of the random numbers; random by default"),
+    ):
+        name = flags[-1].lstrip("-").replace("-", "_")
+        group.add_argument(*flags, dest=name, type=kind, metavar="N" if kind is int else "X", help=text)
+    group.add_argument(
+        "--logit-bias", action="append", type=_bias, metavar="ID=X", help="add X to a token's logit (repeatable)"
+    )
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
+    group.add_argument("--ignore-eos", action="store_true", help="go on past end-of-generation tokens")
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    return int(token), float(bias)
+
+
+def _chat(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("chat, by the file's own template")
+    group.add_argument("--chat", action="store_true", help="take the prompt as what a user says")
+    group.add_argument("--system", metavar="TEXT", help="a system message before it (implies --chat)")
+    group.add_argument("--messages", metavar="FILE", help="a JSON array of messages in place of a prompt; - is stdin")
+    group.add_argument("--no-thinking", action="store_true", help="set the template's enable_thinking to false")
 
 
 def _run(arguments: Namespace) -> int:

@@ -7,7 +7,7 @@ file's own tokenizer. Nothing here knows what an executor runs on.
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from reflex_ipc import archs
 from reflex_ipc.errors import ContextOverflowError, DeviceError, InvalidRequestError, ModelFileError
@@ -20,6 +20,8 @@ from reflex_ipc.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+    from reflex_ipc.chat import ChatTemplate
 
 PREFILL_CHUNK = 512
 """Tokens of a prompt between two looks at whether the request still stands."""
@@ -82,6 +84,7 @@ class Engine:
         self.timings: dict[str, float] = {}
         self._executor = executor
         self._running: Generation | None = None
+        self._template: ChatTemplate | None = None
 
     @classmethod
     def open(
@@ -152,6 +155,43 @@ class Engine:
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids)
+
+    def chat(self, messages: Sequence[dict[str, Any]], arguments: dict[str, Any] | None = None) -> list[int]:
+        """Ids of a conversation, rendered by the file's own template up to where the answer begins.
+
+        `arguments` reach the template as they are (`enable_thinking`, `tools`). Control tokens are recognised in the
+        template's own text only. Raises InvalidRequestError and TemplateError.
+        """
+        return self.tokenizer.encode_parts(self.template.render(list(messages), arguments=arguments).parts)
+
+    @property
+    def template(self) -> "ChatTemplate":
+        """The file's chat template, compiled when first used."""
+        if self._template is None:
+            from reflex_ipc.chat import ChatTemplate
+
+            self._template = ChatTemplate.from_gguf(self.gguf, self.tokenizer)
+        return self._template
+
+    def info(self) -> dict[str, Any]:
+        """What there is to know about the model, in JSON's types."""
+        per_token, fixed = self.plan.state_elements()
+        return {
+            "name": self.gguf.str("general.name", ""),
+            "architecture": self.plan.arch,
+            "backend": self.backend,
+            "n_ctx": self.n_ctx,
+            "n_ctx_train": self.plan.n_ctx_train,
+            "n_vocab": self.n_vocab,
+            "n_embd": self.plan.n_embd,
+            "n_layer": self.plan.n_layer,
+            "n_parameters": self.plan.n_elements,
+            "state_elements_per_token": per_token,
+            "state_elements_fixed": fixed,
+            "file": os.path.basename(self.gguf.path),
+            "bytes": sum(shard.size for shard in self.gguf.shards),
+            "eog": sorted(self.tokenizer.eog),
+        }
 
     def logits(self, ids: Sequence[int]) -> "npt.NDArray[np.float32]":
         """(len(ids), n_vocab) float32: at every position, the unnormalised log-probabilities of the next token."""

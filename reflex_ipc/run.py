@@ -4,21 +4,54 @@ import os
 import sys
 import time
 from argparse import Namespace
+from typing import Any
 
 from reflex_ipc.engine import Engine, Generation
 from reflex_ipc.environment import model_path
-from reflex_ipc.errors import InputOutputError, InvalidRequestError
+from reflex_ipc.errors import DeadlineError, InputOutputError, InvalidRequestError
+from reflex_ipc.sampler import Sampling
+
+SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repeat_penalty",
+    "repeat_last_n",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+)
 
 
 def run(arguments: Namespace) -> int:
     """Returns the exit code."""
-    began = time.perf_counter()
-    prompt = read_prompt(arguments.prompt, arguments.prompt_option, arguments.file, "prompt")
+    began = time.monotonic()
+    # Whatever the arguments themselves get wrong is said before a model is opened.
+    sampling = _sampling(arguments)
+    prompt = _prompt(arguments)
     path = model_path(arguments.model)
+    deadline = began + arguments.deadline / 1e3 if arguments.deadline is not None else None
+
+    def poll() -> str | None:
+        return "deadline" if deadline is not None and time.monotonic() >= deadline else None
+
     with Engine.open(path, backend=arguments.backend, context=arguments.context, threads=arguments.threads) as engine:
         if arguments.verbose:
             _say(f"{path}: {engine.plan.arch}, {engine.plan.n_layer} layers, backend {engine.backend}")
-        generation = engine.generate(prompt, max_tokens=arguments.max_tokens)
+        if isinstance(prompt, list):
+            thinking = {"enable_thinking": False} if arguments.no_thinking else {}
+            if engine.template.is_fallback:
+                _say("the file has no chat template; ChatML is used")
+            prompt = engine.chat(prompt, thinking)
+        generation = engine.generate(
+            prompt,
+            max_tokens=arguments.max_tokens,
+            sampling=sampling,
+            stop=arguments.stop,
+            ignore_eos=arguments.ignore_eos,
+            poll=poll,
+        )
         last = ""
         for token in generation:
             write(token.text)
@@ -28,13 +61,57 @@ def run(arguments: Namespace) -> int:
         if generation.finish_reason == "context":
             _say(f"the context of {engine.n_ctx} tokens is full")
         if arguments.verbose:
+            seed = "" if sampling.is_greedy else f", seed {generation.seed}"
             _say(
                 f"{generation.prompt_tokens} tokens of prompt, {generation.completion_tokens} of answer, "
-                f"ended by {generation.finish_reason}"
+                f"ended by {generation.finish_reason}{seed}"
             )
         if arguments.timings:
-            _timings(engine, generation, time.perf_counter() - began)
+            _timings(engine, generation, time.monotonic() - began)
+        if generation.finish_reason == "deadline":
+            raise DeadlineError(f"the deadline of {arguments.deadline} ms passed")
     return 0
+
+
+def _sampling(arguments: Namespace) -> Sampling:
+    given = {name: value for name in SAMPLING if (value := getattr(arguments, name)) is not None}
+    if arguments.logit_bias is not None:
+        given["logit_bias"] = dict(arguments.logit_bias)
+    return Sampling(**given)
+
+
+def _prompt(arguments: Namespace) -> str | list[dict[str, Any]]:
+    """A text to continue, or the messages of a chat."""
+    text = (arguments.prompt, arguments.prompt_option, arguments.file)
+    chat = arguments.chat or arguments.system is not None or arguments.messages is not None
+    if arguments.no_thinking and not chat:
+        raise InvalidRequestError("--no-thinking is an argument of the chat template: it needs --chat")
+    if not chat:
+        return read_prompt(*text, "prompt")
+    if arguments.messages is None:
+        messages = [{"role": "user", "content": read_prompt(*text, "prompt")}]
+    elif any(source is not None for source in text):
+        raise InvalidRequestError("--messages stands in place of a prompt; both were given")
+    else:
+        messages = _messages(arguments.messages)
+    if arguments.system is not None:
+        messages.insert(0, {"role": "system", "content": arguments.system})
+    return messages
+
+
+def _messages(file: str) -> list[dict[str, Any]]:
+    import json
+
+    source = "standard input" if file == "-" else file
+    try:
+        messages = json.loads(
+            read_prompt("-" if file == "-" else None, None, None if file == "-" else file, "messages")
+        )
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{source} is not JSON: {error}") from None
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise InvalidRequestError(f"{source} must hold a JSON array of messages, each an object")
+    return messages
 
 
 def read_prompt(argument: str | None, option: str | None, file: str | None, what: str) -> str:

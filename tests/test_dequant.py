@@ -238,6 +238,12 @@ def test_slices_and_unaligned_data(name: str) -> None:
         assert padded[0] == padded[-1] == 7
 
 
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda blocks: blocks.view(np.int16)])
+def test_every_kind_of_buffer(kind: Any) -> None:
+    blocks = random_blocks("Q6_K", 3)
+    assert_same_bits(dequantise(kind(blocks), "Q6_K", 768), by_package("Q6_K", blocks))
+
+
 def test_several_threads_write_into_one_array() -> None:
     names = [name for name in DEQUANTISERS for _ in range(2)]
     n = 3 * SLICE_ELEMENTS

@@ -70,7 +70,7 @@ DEQUANTISERS: dict[str, Dequantiser] = {}
 
 
 def dequantise(
-    data: memoryview | bytes | NDArray[Any], type_name: str, n_elements: int, out: Floats | None = None
+    data: bytes | bytearray | memoryview | NDArray[Any], type_name: str, n_elements: int, out: Floats | None = None
 ) -> Floats:
     """The float32 values (n_elements,) of a tensor's bytes.
 

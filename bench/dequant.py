@@ -20,8 +20,8 @@ def time_type(name: str, n_elements: int, runs: int) -> tuple[float, float]:
     dequantiser = DEQUANTISERS[name]
     n_blocks = n_elements // dequantiser.block_elements
     rng = np.random.default_rng(0)
-    # Bytes below 64 make no scale infinite or subnormal: those would be slower than any real weight.
-    data = rng.integers(1, 64, n_blocks * dequantiser.block_bytes, dtype=np.uint8)
+    # No scale of such bytes is infinite or subnormal, as none of a real weight is: those are slower.
+    data = rng.integers(4, 64, n_blocks * dequantiser.block_bytes, dtype=np.uint8)
     out = np.zeros(n_blocks * dequantiser.block_elements, np.float32)
     best = float("inf")
     for _ in range(runs):

@@ -1,0 +1,242 @@
+"""The model file: a mapped GGUF, one file or a set of shards.
+
+The files are mapped, not read. A file that another process truncates while it is open here makes the kernel raise
+SIGBUS at the first touch of a page that is gone: no reader of a mapped file can prevent that. Replacing a file (writing
+the new one beside it and renaming it over the old) is safe.
+"""
+
+import builtins
+import errno
+import mmap
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, overload
+
+from reflex_ipc.errors import ModelFileError
+from reflex_ipc.gguf_header import TYPES, GGMLType, Header, StringArray, Tensor, Value, describe
+
+__all__ = ["GGUF", "TYPES", "GGMLType", "Shard", "StringArray", "Tensor", "Value"]
+
+_NOT_FILES = (
+    (stat.S_ISDIR, "is a directory; give the .gguf file in it"),
+    (stat.S_ISCHR, "is a character device, not a file"),
+    (stat.S_ISBLK, "is a block device, not a file"),
+    (stat.S_ISFIFO, "is a pipe; a model is mapped, so it has to be a file"),
+)
+
+_MOST_LAYERS = 1 << 16  # of a model; a scalar is not spread over more
+
+
+class Shard:
+    """One file, open and mapped. `data_offset`: where its data section starts."""
+
+    __slots__ = ("data_offset", "fd", "map", "path", "size")
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.data_offset = 0
+        try:
+            # Without O_NONBLOCK the open of a pipe would wait for a writer. It changes nothing for a file.
+            self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        except ValueError:
+            raise ModelFileError(f"{path!r}: no path can hold a NUL") from None
+        except OSError as error:
+            what = "is a socket, not a file" if error.errno == errno.ENXIO else os.strerror(error.errno or 0).lower()
+            raise ModelFileError(f"{path}: {what}") from None
+        try:
+            status = os.fstat(self.fd)
+            for is_kind, what in _NOT_FILES:
+                if is_kind(status.st_mode):
+                    raise ModelFileError(f"{path}: {what}")
+            self.size = status.st_size
+            if self.size == 0:
+                raise ModelFileError(f"{path}: the file is empty")
+            self.map = mmap.mmap(self.fd, self.size, prot=mmap.PROT_READ)
+        except BaseException as error:
+            os.close(self.fd)
+            if isinstance(error, OSError | ValueError):  # ValueError: the file shrank since fstat
+                raise ModelFileError(f"{path}: cannot be mapped: {error}") from None
+            raise
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+_REQUIRED: Any = object()
+_EXPECTED = {str: "a string", bool: "a bool", int: "an integer", float: "a number", StringArray: "an array of strings"}
+
+
+class GGUF:
+    """An open model: its shards, its metadata (the first shard's) and its tensors, in file order. A context manager.
+
+    The getters check the type of what they return: a wrong type, or a key that is missing and has no default, is a
+    `ModelFileError` that names the key. An integer may have any width in the file.
+    """
+
+    __slots__ = ("alignment", "metadata", "path", "shards", "tensors", "version")
+
+    @classmethod
+    def open(cls, path: builtins.str | os.PathLike[builtins.str]) -> "GGUF":
+        """Open a file, or a set of shards by its first. Raises ModelFileError or UnsupportedModelError."""
+        self = cls(os.fsdecode(path))
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __init__(self, path: builtins.str) -> None:
+        self.path = path
+        self.version = self.alignment = 0
+        self.shards: list[Shard] = []
+        self.metadata: Mapping[builtins.str, Value] = {}
+        self.tensors: dict[builtins.str, Tensor] = {}
+
+    def __enter__(self) -> "GGUF":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files. What was handed out stays valid: the maps go when the last of it, and of this, is gone."""
+        for shard in self.shards:
+            shard.close()
+
+    @property
+    def n_shards(self) -> builtins.int:
+        return len(self.shards)
+
+    def data(self, tensor: Tensor) -> memoryview:
+        """The tensor's bytes in the mapped file, read-only."""
+        return memoryview(self.shards[tensor.shard].map)[tensor.offset : tensor.offset + tensor.nbytes]
+
+    def _open(self) -> None:
+        header = self._add(self.path)
+        self.version, self.alignment, self.metadata = header.version, header.alignment, header.metadata
+        count = self.int("split.count", 1)
+        if count > 1:
+            self._add_rest(count)
+        n_tensors = self.int("split.tensors.count", len(self.tensors) if count <= 1 else _REQUIRED)
+        if n_tensors != len(self.tensors):
+            self._fail(f"key 'split.tensors.count' is {n_tensors}, but {len(self.tensors)} tensors were found")
+
+    def _add(self, path: builtins.str) -> Header:
+        shard = Shard(path)
+        self.shards.append(shard)
+        header = Header(shard.map, path, len(self.shards) - 1)
+        shard.data_offset = header.data_offset
+        for name in header.tensors:
+            if name in self.tensors:
+                self._fail(f"tensor {name!r} appears in shard {self.tensors[name].shard + 1} and in {path}")
+        self.tensors.update(header.tensors)
+        return header
+
+    def _add_rest(self, count: builtins.int) -> None:
+        no = self.int("split.no")
+        end = _shard_end(no, count)
+        if not self.path.endswith(end):
+            self._fail(
+                f"keys 'split.no' and 'split.count' make this shard {no + 1} of {count}, but its name does not end in "
+                f"{end}: shards are found by their names, so give it back its own"
+            )
+        prefix = self.path.removesuffix(end)
+        if no != 0:
+            self._fail(f"this is shard {no + 1} of {count}; open the first, {prefix}{_shard_end(0, count)}")
+        for i in range(1, count):
+            try:
+                metadata = self._add(prefix + _shard_end(i, count)).metadata
+            except ModelFileError as error:
+                raise ModelFileError(f"shard {i + 1} of {count}: {error}") from None
+            wanted: dict[builtins.str, object] = {"split.no": i, "split.count": count}
+            if "general.architecture" in metadata:
+                wanted["general.architecture"] = self.metadata.get("general.architecture")
+            for key, value in wanted.items():
+                if metadata.get(key) != value:
+                    raise ModelFileError(
+                        f"{self.shards[-1].path}: key {key!r} is {describe(metadata.get(key))}, not {value!r}: "
+                        "the shards are shuffled, or not of one model"
+                    )
+
+    def _fail(self, message: builtins.str) -> NoReturn:
+        raise ModelFileError(f"{self.path}: {message}")
+
+    def _get(self, key: builtins.str, default: Any, kind: type) -> Any:
+        value = self.metadata.get(key)
+        if value is None:
+            if default is _REQUIRED:
+                self._fail(f"key {key!r} is missing")
+            return default
+        if type(value) is not kind:
+            self._fail(f"key {key!r} has to be {_EXPECTED[kind]}; it is {describe(value)}")
+        return value
+
+    @overload
+    def str(self, key: builtins.str, default: builtins.str = ...) -> builtins.str: ...
+    @overload
+    def str(self, key: builtins.str, default: None) -> builtins.str | None: ...
+    def str(self, key: builtins.str, default: Any = _REQUIRED) -> Any:
+        return self._get(key, default, str)
+
+    @overload
+    def bool(self, key: builtins.str, default: builtins.bool = ...) -> builtins.bool: ...
+    @overload
+    def bool(self, key: builtins.str, default: None) -> builtins.bool | None: ...
+    def bool(self, key: builtins.str, default: Any = _REQUIRED) -> Any:
+        return self._get(key, default, bool)
+
+    @overload
+    def int(self, key: builtins.str, default: builtins.int = ...) -> builtins.int: ...
+    @overload
+    def int(self, key: builtins.str, default: None) -> builtins.int | None: ...
+    def int(self, key: builtins.str, default: Any = _REQUIRED) -> Any:
+        return self._get(key, default, int)
+
+    @overload
+    def float(self, key: builtins.str, default: builtins.float = ...) -> builtins.float: ...
+    @overload
+    def float(self, key: builtins.str, default: None) -> builtins.float | None: ...
+    def float(self, key: builtins.str, default: Any = _REQUIRED) -> Any:
+        """An integer in the file will do; infinities and NaN will not."""
+        if type(self.metadata.get(key)) is int:
+            return float(self._get(key, default, int))
+        value = self._get(key, default, float)
+        if value is not default and value - value != 0:
+            self._fail(f"key {key!r} has to be a finite number; it is {value}")
+        return value
+
+    @overload
+    def ints(
+        self, key: builtins.str, n: builtins.int, default: builtins.int | Sequence[builtins.int] = ...
+    ) -> tuple[builtins.int, ...]: ...
+    @overload
+    def ints(self, key: builtins.str, n: builtins.int, default: None) -> tuple[builtins.int, ...] | None: ...
+    def ints(self, key: builtins.str, n: builtins.int, default: Any = _REQUIRED) -> Any:
+        """n integers, one per layer: an array of n, or one number that holds for all; so the default too."""
+        value = self.metadata.get(key)
+        if isinstance(value, memoryview) and value.format in "bBhHiIqQ":
+            if len(value) != n:
+                self._fail(f"key {key!r} has {len(value)} entries where {n} are needed")
+            return tuple(value)
+        found = self._get(key, default, int)
+        if type(found) is not int:
+            return None if found is None else tuple(found)
+        if n > _MOST_LAYERS:
+            self._fail(f"key {key!r}: it cannot hold for {n} layers; a model has at most {_MOST_LAYERS}")
+        return (found,) * n
+
+    @overload
+    def strings(self, key: builtins.str, default: StringArray = ...) -> StringArray: ...
+    @overload
+    def strings(self, key: builtins.str, default: None) -> StringArray | None: ...
+    def strings(self, key: builtins.str, default: Any = _REQUIRED) -> Any:
+        return self._get(key, default, StringArray)
+
+
+def _shard_end(no: int, count: int) -> str:
+    """How the name of shard `no` (from 0) ends."""
+    return f"-{no + 1:05d}-of-{count:05d}.gguf"

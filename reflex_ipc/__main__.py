@@ -4,8 +4,10 @@ import sys
 
 if __name__ == "__main__":
     if __package__ == "":
-        # Run as a file: isolated and without `site`, the path lacks the folder this package lies in.
-        sys.path.insert(0, __file__.rpartition("/")[0].rpartition("/")[0])
+        # Run as a file: the path may have this folder, whose modules would hide the standard library's, and lacks
+        # the one this package lies in.
+        package = __file__.rpartition("/")[0]
+        sys.path[:] = [package.rpartition("/")[0], *(path for path in sys.path if path != package)]
     from reflex_ipc.cli import main
 
     sys.exit(main(sys.argv[1:]))

@@ -6,7 +6,7 @@ file's own tokenizer. Nothing here knows what an executor runs on.
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from reflex_ipc import archs
@@ -289,7 +289,7 @@ class Generation:
         stops: StopStrings,
         ignore_eos: bool,
         poll: Poll | None,
-    ) -> Iterator[Token]:
+    ) -> Generator[Token, None, None]:
         began = time.perf_counter()
         executor, tokenizer = engine._executor, engine.tokenizer
         text = tokenizer.decoder()

@@ -39,13 +39,8 @@ def run(arguments: Namespace) -> int:
     with Engine.open(path, backend=arguments.backend, context=arguments.context, threads=arguments.threads) as engine:
         if arguments.verbose:
             _say(f"{path}: {engine.plan.arch}, {engine.plan.n_layer} layers, backend {engine.backend}")
-        if isinstance(prompt, list):
-            thinking = {"enable_thinking": False} if arguments.no_thinking else {}
-            if engine.template.is_fallback:
-                _say("the file has no chat template; ChatML is used")
-            prompt = engine.chat(prompt, thinking)
         generation = engine.generate(
-            prompt,
+            prompt if isinstance(prompt, str) else _chat(engine, prompt, arguments.no_thinking),
             max_tokens=arguments.max_tokens,
             sampling=sampling,
             stop=arguments.stop,
@@ -71,6 +66,12 @@ def run(arguments: Namespace) -> int:
         if generation.finish_reason == "deadline":
             raise DeadlineError(f"the deadline of {arguments.deadline} ms passed")
     return 0
+
+
+def _chat(engine: Engine, messages: list[dict[str, Any]], no_thinking: bool) -> list[int]:
+    if engine.template.is_fallback:
+        _say("the file has no chat template; ChatML is used")
+    return engine.chat(messages, {"enable_thinking": False} if no_thinking else None)
 
 
 def _sampling(arguments: Namespace) -> Sampling:

@@ -296,7 +296,7 @@ class L2Norm(NamedTuple):
 class DeltaRule(NamedTuple):
     """The gated delta rule (arXiv 2412.06464), one state S (d_k, d_v) a value head, per token:
 
-        S = exp(g) S,  g = softplus(alpha + dt) * a
+        S = exp(g) S,  g = softplus(alpha + dt) * decay
         S = S + k (sigmoid(beta) (v - S^T k))^T
         out = S^T q / sqrt(d_k)
 
@@ -312,7 +312,7 @@ class DeltaRule(NamedTuple):
     alpha: Value
     beta: Value
     dt: str
-    a: str
+    decay: str
     state: str
     n_head_k: int
     n_head_v: int
@@ -369,6 +369,14 @@ class Plan(NamedTuple):
         """Elements of all weights."""
         return sum(t.n_elements for t in self.weights.values())
 
+    def resident(self) -> list[Tensor]:
+        """The weights that whole ops read: all but an embedding of which only single rows are ever looked up."""
+        read_whole: set[str] = set()
+        for op in self.ops:
+            if not isinstance(op, Embed):
+                read_whole.update(weights(op))
+        return [tensor for name, tensor in self.weights.items() if name in read_whole]
+
     def state_elements(self) -> tuple[int, int]:
         """(elements a token, fixed elements) of the state."""
         per_token = fixed = 0
@@ -397,6 +405,18 @@ class Plan(NamedTuple):
 def inputs(op: Op) -> list[Value]:
     """The values an op reads."""
     return [field for key, field in zip(op._fields, op, strict=True) if isinstance(field, Value) and key != "out"]
+
+
+def weights(op: Op) -> list[str]:
+    """The tensors an op reads."""
+    names = []
+    for key, field in zip(op._fields, op, strict=True):
+        if key in _WEIGHT_FIELDS and field is not None:
+            names += [field] if isinstance(field, str) else list(field)
+    return names
+
+
+_WEIGHT_FIELDS = frozenset(("weight", "weights", "bias", "factors", "dt", "decay"))
 
 
 def last_uses(ops: Sequence[Op]) -> list[list[str]]:

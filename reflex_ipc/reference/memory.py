@@ -36,8 +36,6 @@ def mib(n: int) -> str:
 
 def estimate(plan: Plan, n_ctx: int) -> Need:
     """What the reference executor needs at a context of `n_ctx` tokens."""
-    from reflex_ipc.reference.weights import resident
-
     per_token, fixed = plan.state_elements()
     n_step = min(n_ctx, MAX_STEP)
     # Scores of one group of heads, before, masked and after the softmax's exponential.
@@ -45,7 +43,7 @@ def estimate(plan: Plan, n_ctx: int) -> Need:
         (3 * n_step * (op.n_head // op.n_head_kv) * n_ctx for op in plan.ops if isinstance(op, Attention)), default=0
     )
     return Need(
-        weights=4 * sum(t.n_elements for t in resident(plan)),
+        weights=4 * sum(t.n_elements for t in plan.resident()),
         cache=4 * (per_token * n_ctx + fixed),
         scratch=4 * (plan.peak_width() * n_step + scores + 2 * plan.n_vocab) + _BASE,
     )

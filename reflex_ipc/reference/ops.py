@@ -268,7 +268,7 @@ def delta_rule(op: plan.DeltaRule, run: Run) -> Array:
     head = [h % op.n_head_k if op.tiled else h // per_key for h in range(op.n_head_v)]
     q, k = q[:, head] / np.float32(np.sqrt(q.shape[2])), k[:, head]
     softplus = np.logaddexp(np.float32(0.0), run[op.alpha] + run.weights[op.dt])
-    decay = np.exp(softplus * run.weights[op.a])
+    decay = np.exp(softplus * run.weights[op.decay])
     beta = sigmoid(run[op.beta])
     kept = run.states.arrays[op.state]  # (n_head_v, d_k, d_v)
     # The state behind each token that something still continues.

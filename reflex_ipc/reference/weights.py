@@ -9,19 +9,10 @@ import numpy.typing as npt
 
 from reflex_ipc.errors import ModelFileError
 from reflex_ipc.gguf import GGUF, Tensor
-from reflex_ipc.plan import Embed, Plan
+from reflex_ipc.plan import Plan
 from reflex_ipc.reference.dequant import dequantise
 
 Array = npt.NDArray[np.float32]
-
-
-def resident(plan: Plan) -> list[Tensor]:
-    """The weights that are held as float32: all but an embedding that is only looked up row by row."""
-    looked_up = {op.weight for op in plan.ops if isinstance(op, Embed)}
-    for op in plan.ops:
-        if not isinstance(op, Embed):
-            looked_up.difference_update(field for field in op if isinstance(field, str))
-    return [tensor for name, tensor in plan.weights.items() if name not in looked_up]
 
 
 class Weights:
@@ -37,7 +28,7 @@ class Weights:
         self._gguf = gguf
         self._tensors = plan.weights
         self._arrays: dict[str, Array] = {}
-        self._load(resident(plan), n_threads, progress)
+        self._load(plan.resident(), n_threads, progress)
 
     def __getitem__(self, name: str) -> Array:
         return self._arrays[name]

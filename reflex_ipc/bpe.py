@@ -7,6 +7,7 @@ list has to be decoded first.
 
 import heapq
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 _NO_RANK = 1 << 62
 
@@ -38,7 +39,7 @@ def merge(symbols: Sequence[bytes], ranks: Mapping[bytes, int]) -> list[bytes]:
     left = list(symbols)  # what has been merged into its neighbour on the left becomes b""
     before = list(range(-1, n - 1))
     after = list(range(1, n + 1))
-    pairs = [rank(a + b" " + b, _NO_RANK) for a, b in zip(left, left[1:], strict=False)]  # of each symbol with the next
+    pairs = [rank(a + b" " + b, _NO_RANK) for a, b in pairwise(left)]  # of each symbol with the next
     pairs.append(_NO_RANK)
     heap = [pair * n + i for i, pair in enumerate(pairs) if pair != _NO_RANK]  # in order of rank, then of place
     heapq.heapify(heap)

@@ -10,7 +10,9 @@ import itertools
 import re
 from collections.abc import Iterable
 
-_CLASSES = "OLMNPSW"  # a character's stand-in is 0x80 + its index here + 8 for its first named set, 16 for its second...
+_CLASSES = (
+    "OLMNPSW"  # a character's stand-in is 0x80 + its index here + 8 for its first named set, 16 for its second...
+)
 _ASCII = {
     "L": "A-Za-z",
     "M": "",
@@ -55,15 +57,9 @@ _SPACES = r"[\s]*[\r\n]+|[\s]+(?![^\s])|[\s]+"
 
 # Each rule is applied to the pieces that the one before left. What a rule does not match is a piece too.
 _RULES: dict[str, tuple[str, ...]] = {
-    "qwen2": (
-        _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?[\p{L}]+|[\p{N}]| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES,
-    ),
-    "qwen35": (
-        _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|[\p{N}]| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES,
-    ),
-    "llama-bpe": (
-        _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?[\p{L}]+|[\p{N}]{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES,
-    ),
+    "qwen2": (_CONTRACTION + r"|[^\r\n\p{L}\p{N}]?[\p{L}]+|[\p{N}]| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES,),
+    "qwen35": (_CONTRACTION + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|[\p{N}]| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES,),
+    "llama-bpe": (_CONTRACTION + r"|[^\r\n\p{L}\p{N}]?[\p{L}]+|[\p{N}]{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES,),
     "gpt-2": (r"'(?:[stmd]|re|ve|ll)| ?[\p{L}]+| ?[\p{N}]+| ?[^\s\p{L}\p{N}]+|[\s]+(?![^\s])|[\s]+",),
     "deepseek-v3": (
         r"[\p{N}]{1,3}",

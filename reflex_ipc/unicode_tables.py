@@ -8,7 +8,7 @@ from bisect import bisect_right
 from itertools import accumulate
 
 # The general categories at Unicode 16.0, as runs over all code points from 0 up: length (hexadecimal), class.
-_RUNS = """
+_TABLE = """
 9O 5W 12O 1W 3P 1S 6P 1S 4P aN 2P 3S 2P 1aL 3P 1S 1P 1S 1aL 1P 1S 1P 1S 6O 1W 1aO 1W 1P 5S 1P 2S 1L 1P 1S 1O 4S 2N 1S
 1L 2P 1S 1N 1L 1P 3N 1P 17L 1S 1fL 1S 1caL 4S cL eS 5L 7S 1L 1S 1L 11S 70M 5L 1S 2L 2O 4L 1P 1L 4O 2S 1L 1P 3L 1O 1L
 1O 14L 1O 53L 1S 8bL 1S 7M a6L 1O 26L 2O 1L 6P 29L 2P 2O 3S 1O 2dM 1P 1M 1P 2M 1P 2M 1P 1M 8O 1bL 4O 4L 2P 11O 3S 2P
@@ -73,7 +73,8 @@ dP aN 1M 55O 1L fO 15N 1dS dO 1P 39aL 66O 6fN 1O 5P bO c4L a4cO 61L 2P dO 430L 1
 2S 10eO 2cS 4O 64S cO fS 2O fS 1O fS 1O 25S aO dN a1S 38O 1dS dO 2cS 4O 9S 7O 2S eO 6S 9aO 3d8S 4O 11S 3O dS 3O 77S 4O
 5fS 6O cS 4O 1S fO cS 4O 38S 8O aS 6O 28S 8O 1eS 2O cS 4O 2S 3eO 154S cO eS 2O dS 3O aS 5O 38S 7O fS 2O bS 6O 9S 7O
 93S 1O 5cS aN 406O a6e0L 20O 103aL 6O deL 2O 1682L eO 1d31L fO 26eL 9a2O 21eL 5e2O 134bL 5O 1060L add50O f0M 2fe10O
-""".split()
+"""
+_RUNS = _TABLE.split()
 
 NORMALISED = """
 3b-21f 226-233 292-292 2b9-2b9 300-36f 374-374 37e-37e 385-38a 38c-38c 38e-3a1 3a5-3ce 3d2-3d4 400-4c2 4d0-4f5 4f8-4f9

@@ -29,9 +29,10 @@ from bisect import bisect_right
 from itertools import accumulate
 
 # The general categories at Unicode 16.0, as runs over all code points from 0 up: length (hexadecimal), class.
-_RUNS = """
+_TABLE = """
 {runs}
-""".split()
+"""
+_RUNS = _TABLE.split()
 
 NORMALISED = """
 {normalised}

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, overload
 
 from reflex_ipc.errors import ModelFileError
-from reflex_ipc.gguf_header import TYPES, GGMLType, Header, StringArray, Tensor, Value, describe
+from reflex_ipc.gguf_header import TYPES, GGMLType, Header, StringArray, Tensor, Value, describe, quoted
 
 __all__ = ["GGUF", "TYPES", "GGMLType", "Shard", "StringArray", "Tensor", "Value"]
 
@@ -132,7 +132,7 @@ class GGUF:
         shard.data_offset = header.data_offset
         for name in header.tensors:
             if name in self.tensors:
-                self._fail(f"tensor {name!r} appears in shard {self.tensors[name].shard + 1} and in {path}")
+                self._fail(f"tensor {quoted(name)} appears in shard {self.tensors[name].shard + 1} and in {path}")
         self.tensors.update(header.tensors)
         return header
 
@@ -156,9 +156,10 @@ class GGUF:
             if "general.architecture" in metadata:
                 wanted["general.architecture"] = self.metadata.get("general.architecture")
             for key, value in wanted.items():
-                if metadata.get(key) != value:
+                found = metadata.get(key)
+                if found != value:
                     raise ModelFileError(
-                        f"{self.shards[-1].path}: key {key!r} is {describe(metadata.get(key))}, not {value!r}: "
+                        f"{self.shards[-1].path}: key {quoted(key)} is {describe(found)}, not {describe(value)}: "
                         "the shards are shuffled, or not of one model"
                     )
 
@@ -169,10 +170,10 @@ class GGUF:
         value = self.metadata.get(key)
         if value is None:
             if default is _REQUIRED:
-                self._fail(f"key {key!r} is missing")
+                self._fail(f"key {quoted(key)} is missing")
             return default
         if type(value) is not kind:
-            self._fail(f"key {key!r} has to be {_EXPECTED[kind]}; it is {describe(value)}")
+            self._fail(f"key {quoted(key)} has to be {_EXPECTED[kind]}; it is {describe(value)}")
         return value
 
     @overload
@@ -206,7 +207,7 @@ class GGUF:
             return float(self._get(key, default, int))
         value = self._get(key, default, float)
         if value is not default and value - value != 0:
-            self._fail(f"key {key!r} has to be a finite number; it is {value}")
+            self._fail(f"key {quoted(key)} has to be a finite number; it is {value}")
         return value
 
     @overload
@@ -216,17 +217,18 @@ class GGUF:
     @overload
     def ints(self, key: builtins.str, n: builtins.int, default: None) -> tuple[builtins.int, ...] | None: ...
     def ints(self, key: builtins.str, n: builtins.int, default: Any = _REQUIRED) -> Any:
-        """n integers, one per layer: an array of n, or one number that holds for all; so the default too."""
+        """n integers, one per layer: an array of n, or one number that holds for all; so the default too. An array of
+        bools counts as 0 and 1."""
         value = self.metadata.get(key)
-        if isinstance(value, memoryview) and value.format in "bBhHiIqQ":
+        if isinstance(value, memoryview) and value.format in "bBhHiIqQ?":
             if len(value) != n:
-                self._fail(f"key {key!r} has {len(value)} entries where {n} are needed")
-            return tuple(value)
+                self._fail(f"key {quoted(key)} has {len(value)} entries where {n} are needed")
+            return tuple(map(int, value))
         found = self._get(key, default, int)
         if type(found) is not int:
             return None if found is None else tuple(found)
         if n > _MOST_LAYERS:
-            self._fail(f"key {key!r}: it cannot hold for {n} layers; a model has at most {_MOST_LAYERS}")
+            self._fail(f"key {quoted(key)}: it cannot hold for {n} layers; a model has at most {_MOST_LAYERS}")
         return (found,) * n
 
     @overload

@@ -232,7 +232,7 @@ class Header:
         if not 0 < len(name) <= _LONGEST_NAME:
             self._fail(f"{self._where} has {len(name)} letters; 1 to {_LONGEST_NAME} are possible")
         if name in taken:
-            self._fail(f"{what} {name!r} appears twice")
+            self._fail(f"{what} {quoted(name)} appears twice")
         return name
 
     def _read_counts(self) -> tuple[int, int]:
@@ -256,7 +256,7 @@ class Header:
 
     def _read_entry(self, index: int) -> None:
         key = self._name("key", index, self.metadata)
-        self._where = f"key {key!r}"
+        self._where = f"key {quoted(key)}"
         (kind,) = self._unpack(_U32)
         self.metadata[key] = self._read_array(key) if kind == _ARRAY else self._read_value(kind)
 
@@ -309,7 +309,7 @@ class Header:
         if pos > self._size:
             self._fail(f"the file ends inside {self._where}: it is cut or damaged")
         self._pos = pos
-        return StringArray(f"{self._path}: key {key!r}", buffer, starts, lengths)
+        return StringArray(f"{self._path}: key {quoted(key)}", buffer, starts, lengths)
 
     def _check_count(self, count: int, least: int) -> None:
         left = self._size - self._pos
@@ -326,10 +326,10 @@ class Header:
         entries: dict[str, tuple[GGMLType, tuple[int, ...], int]] = {}
         for i in range(count):
             name = self._name("tensor", i, entries)
-            self._where = f"the entry of tensor {name!r}"
+            self._where = f"the entry of tensor {quoted(name)}"
             (n_dims,) = self._unpack(_U32)
             if n_dims > 4:
-                self._fail(f"tensor {name!r} has {n_dims} dimensions; at most 4 are possible")
+                self._fail(f"tensor {quoted(name)} has {n_dims} dimensions; at most 4 are possible")
             *ne, type_id, offset = self._unpack(_INFO[n_dims])
             entries[name] = self._type(name, type_id), tuple(ne) or (1,), offset
         # Without tensors there may be no padding either.
@@ -342,27 +342,29 @@ class Header:
         type = TYPES.get(type_id)
         if type is None:
             if type_id in _REFUSED:
-                self._fail(f"tensor {name!r} has type {_REFUSED[type_id]}; quantise again", UnsupportedModelError)
-            self._fail(f"tensor {name!r} has unknown type {type_id}: the file is damaged, or newer than this program")
+                self._fail(f"tensor {quoted(name)} has type {_REFUSED[type_id]}; quantise again", UnsupportedModelError)
+            self._fail(
+                f"tensor {quoted(name)} has unknown type {type_id}: the file is damaged, or newer than this program"
+            )
         return type
 
     def _place(self, name: str, type: GGMLType, ne: tuple[int, ...], offset: int, shard: int) -> Tensor:
         n_elements = 1
         for n in ne:
             if n < 1:
-                self._fail(f"tensor {name!r} has a dimension of {n}: ne = {list(ne)}")
+                self._fail(f"tensor {quoted(name)} has a dimension of {n}: ne = {list(ne)}")
             n_elements *= n
         if ne[0] % type.block:
             self._fail(
-                f"tensor {name!r}: its rows of {ne[0]} elements are not whole {type.name} blocks of {type.block}"
+                f"tensor {quoted(name)}: its rows of {ne[0]} elements are not whole {type.name} blocks of {type.block}"
             )
         if offset % self.alignment:
-            self._fail(f"tensor {name!r}: offset {offset} is no multiple of the alignment {self.alignment}")
+            self._fail(f"tensor {quoted(name)}: offset {offset} is no multiple of the alignment {self.alignment}")
         nbytes = n_elements // type.block * type.size
         start = self.data_offset + offset
         if start + nbytes > self._size:
             self._fail(
-                f"tensor {name!r} ({type.name}, ne = {list(ne)}) needs bytes {start} to {start + nbytes}, "
+                f"tensor {quoted(name)} ({type.name}, ne = {list(ne)}) needs bytes {start} to {start + nbytes}, "
                 f"but the file ends at {self._size}: it is cut or damaged"
             )
         return Tensor(name, type, ne, shard, start, nbytes)
@@ -371,7 +373,7 @@ class Header:
         last: Tensor | None = None
         for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
             if last is not None and last.offset + last.nbytes > tensor.offset:
-                self._fail(f"tensors {last.name!r} and {tensor.name!r} overlap at byte {tensor.offset}")
+                self._fail(f"tensors {quoted(last.name)} and {quoted(tensor.name)} overlap at byte {tensor.offset}")
             last = tensor
 
 
@@ -386,6 +388,11 @@ def _identify(head: bytes) -> str:
     return f"not a GGUF file: it begins with {head[:4]!r}, not b'GGUF'"
 
 
+def quoted(text: str) -> str:
+    """A name or a text from the file for a message: control characters escaped, and no longer than a line."""
+    return repr(text) if len(text) <= 64 else f"{text[:64]!r}..."
+
+
 def describe(value: object) -> str:
     """A metadata value for a message about its type."""
     if isinstance(value, StringArray):
@@ -393,5 +400,5 @@ def describe(value: object) -> str:
     if isinstance(value, memoryview):
         return f"an array of {len(value)} numbers"
     if isinstance(value, str):
-        return f"the string {value[:64]!r}"
+        return f"the string {quoted(value)}"
     return "missing" if value is None else repr(value)

@@ -1,0 +1,198 @@
+"""What `reflex inspect` shows: a description of an open model file, as plain values or as text."""
+
+from collections.abc import Iterable, Sequence
+from math import isfinite
+from typing import Any
+
+from reflex_ipc.gguf import GGUF, StringArray, Value
+
+_SHOWN = 6  # elements of an array that the text shows
+_WIDTH = 96  # letters of a value that the text shows
+
+
+def describe(gguf: GGUF) -> dict[str, Any]:
+    """Everything the file says, ready for JSON: arrays whole, bytes that are no UTF-8 replaced, NaN and infinities as
+    strings. Sizes and offsets in bytes; `shape` in NumPy's order, `ne` in the file's. Raises ModelFileError if a
+    tokenizer key has a wrong type.
+    """
+    types: dict[str, dict[str, int]] = {}
+    for tensor in gguf.tensors.values():
+        total = types.setdefault(tensor.type.name, {"tensors": 0, "elements": 0, "bytes": 0})
+        total["tensors"] += 1
+        total["elements"] += tensor.n_elements
+        total["bytes"] += tensor.nbytes
+    return {
+        "files": [{"path": s.path, "bytes": s.size, "data_offset": s.data_offset} for s in gguf.shards],
+        "bytes": sum(s.size for s in gguf.shards),
+        "version": gguf.version,
+        "alignment": gguf.alignment,
+        "metadata": {key: _plain(value) for key, value in gguf.metadata.items()},
+        "tokenizer": _tokenizer(gguf),
+        "tensors": [
+            {
+                "name": t.name,
+                "type": t.type.name,
+                "ne": list(t.ne),
+                "shape": list(t.shape),
+                "bytes": t.nbytes,
+                "file": t.shard,
+                "offset": t.offset,
+            }
+            for t in gguf.tensors.values()
+        ],
+        "types": types,
+    }
+
+
+def render(description: dict[str, Any]) -> str:
+    """The description as text for a terminal, long values shortened, control characters escaped.
+
+    `description` is what `describe` returned. If it has an entry `memory`, a list of what a run needs on each backend
+    with the keys backend, weights, cache, scratch, total, fixed_state and bytes_per_token, that is shown too.
+    """
+    sections = [
+        _files(description),
+        _metadata(description["metadata"]),
+        _tokenizer_text(description["tokenizer"]),
+        _tensors(description["tensors"]),
+        _types(description["types"]),
+        _memory(description.get("memory", ())),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
+
+
+def _plain(value: Value) -> Any:
+    if isinstance(value, StringArray):
+        return [raw.decode(errors="replace") for raw in value.raw]
+    if isinstance(value, memoryview):
+        return [_plain(element) for element in value]
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)
+    return value
+
+
+def _tokenizer(gguf: GGUF) -> dict[str, Any] | None:
+    tokens = gguf.strings("tokenizer.ggml.tokens", None)
+    if tokens is None:
+        return None
+    merges = gguf.strings("tokenizer.ggml.merges", None)
+
+    def token(name: str) -> dict[str, Any] | None:
+        id = gguf.int(f"tokenizer.ggml.{name}_token_id", None)
+        if id is None:
+            return None
+        return {"id": id, "text": tokens.raw[id].decode(errors="replace") if 0 <= id < len(tokens) else None}
+
+    return {
+        "model": gguf.str("tokenizer.ggml.model", None),
+        "pre": gguf.str("tokenizer.ggml.pre", None),
+        "n_vocab": len(tokens),
+        "n_merges": 0 if merges is None else len(merges),
+        "bos": token("bos"),
+        "eos": token("eos"),
+        "add_bos": gguf.bool("tokenizer.ggml.add_bos_token", None),
+        "chat_template": "tokenizer.chat_template" in gguf.metadata,
+    }
+
+
+def _files(description: dict[str, Any]) -> list[str]:
+    rows = [(_visible(file["path"]), f"{file['bytes']:,} bytes") for file in description["files"]]
+    size = _size(description["bytes"])
+    return [*_table(rows, "<>"), f"GGUF version {description['version']}, {size}, alignment {description['alignment']}"]
+
+
+def _metadata(metadata: dict[str, Any]) -> list[str]:
+    rows = [(_visible(key), _short(value)) for key, value in metadata.items()]
+    return [f"metadata ({len(rows)})", *_table(rows, "<<", "  ")]
+
+
+def _tokenizer_text(tokenizer: dict[str, Any] | None) -> list[str]:
+    if tokenizer is None:
+        return ["tokenizer: none in this file"]
+
+    def token(entry: dict[str, Any] | None) -> str:
+        if entry is None:
+            return "none"
+        return f"{entry['id']} {'(not in the vocabulary)' if entry['text'] is None else _short(entry['text'])}"
+
+    add_bos = {True: "yes", False: "no", None: "not said"}[tokenizer["add_bos"]]
+    rows = [
+        ("model", _short(tokenizer["model"])),
+        ("pre", _short(tokenizer["pre"])),
+        ("tokens", f"{tokenizer['n_vocab']:,}"),
+        ("merges", f"{tokenizer['n_merges']:,}"),
+        ("bos", token(tokenizer["bos"])),
+        ("eos", token(tokenizer["eos"])),
+        ("add bos", add_bos),
+        ("chat template", "yes" if tokenizer["chat_template"] else "no"),
+    ]
+    return ["tokenizer", *_table(rows, "<<", "  ")]
+
+
+def _tensors(tensors: Sequence[dict[str, Any]]) -> list[str]:
+    if not tensors:
+        return ["tensors: none in this file"]
+    rows = [("name", "type", "shape", "bytes", "file")]
+    for t in tensors:
+        shape = " x ".join(map(str, t["shape"]))
+        rows.append((_visible(t["name"]), t["type"], shape, f"{t['bytes']:,}", str(t["file"] + 1)))
+    columns = 5 if any(t["file"] for t in tensors) else 4
+    return [f"tensors ({len(tensors)})", *_table([row[:columns] for row in rows], "<<<>>", "  ")]
+
+
+def _types(types: dict[str, dict[str, int]]) -> list[str]:
+    if not types:
+        return []
+    total = {key: sum(t[key] for t in types.values()) for key in ("tensors", "elements", "bytes")}
+    rows = [
+        (name, f"{t['tensors']:,}", f"{t['elements']:,}", f"{t['bytes']:,}", _size(t["bytes"]))
+        for name, t in [*types.items(), ("total", total)]
+    ]
+    return ["types", *_table([("type", "tensors", "elements", "bytes", ""), *rows], "<>>>>", "  ")]
+
+
+def _memory(entries: Iterable[dict[str, Any]]) -> list[str]:
+    columns = ("weights", "cache", "scratch", "total", "fixed_state", "bytes_per_token")
+    rows = [(entry["backend"], *(_size(entry[column]) for column in columns)) for entry in entries]
+    if not rows:
+        return []
+    heading = ("backend", "weights", "cache", "scratch", "total", "fixed state", "a token")
+    return ["memory a run needs", *_table([heading, *rows], "<>>>>>>", "  ")]
+
+
+def _table(rows: Sequence[Sequence[str]], align: str, indent: str = "") -> list[str]:
+    """Rows as lines with columns in line; `align` has a < or > for each column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        (indent + "  ".join(f"{cell:{a}{width}}" for cell, a, width in zip(row, align, widths, strict=False))).rstrip()
+        for row in rows
+    ]
+
+
+def _short(value: Any) -> str:
+    """A metadata value on one line."""
+    if isinstance(value, list):
+        shown = ", ".join(_short(element) for element in value[:_SHOWN])
+        return f"[{shown}]" if len(value) <= _SHOWN else f"[{shown}, ...] ({len(value):,})"
+    if isinstance(value, str):
+        text = _visible(value[:_WIDTH].replace("\\", "\\\\").replace('"', '\\"'))
+        return f'"{text}"' if len(value) <= _WIDTH else f'"{text}..." ({len(value):,} letters)'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if value is None:
+        return "none"
+    return f"{value:.7g}" if isinstance(value, float) else str(value)
+
+
+def _visible(text: str) -> str:
+    """The text with everything escaped that could move a terminal's cursor or break a line."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _size(n: int) -> str:
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if n >= unit:
+            return f"{n / unit:.1f} {name}"
+    return f"{n} B"

@@ -92,7 +92,7 @@ def test_prefill_in_pieces_is_prefill_in_one(fixtures: Path, name: str) -> None:
                 executor.forward(Step.text(ids[start : start + size], start, range(size)))
                 rows.append(executor.logits())
                 start += size
-            assert relative_error(np.concatenate(rows), whole) <= 1e-6
+            assert relative_error(np.concatenate(rows), whole) <= 1e-5
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -115,6 +115,6 @@ def test_tree_is_each_branch_alone(fixtures: Path, name: str) -> None:
         tree = executor.logits()
         rows = [tree[[2, 3, 4]], tree[[2, 5]], tree[[6]], tree[[7, 8]]]
         for actual, wanted in zip(rows, expected, strict=True):
-            assert relative_error(actual, wanted) <= 1e-6
+            assert relative_error(actual, wanted) <= 1e-5
         executor.forward(Step.text([20], executor.n_past, [0]))
-        assert relative_error(executor.logits()[0], after) <= 1e-6
+        assert relative_error(executor.logits()[0], after) <= 1e-5

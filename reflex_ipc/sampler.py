@@ -152,6 +152,10 @@ class Sampling:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def with_seed(self, seed: int) -> "Sampling":
+        """The same settings with this seed."""
+        return Sampling(**{name: getattr(self, name) for name in self.__slots__} | {"seed": seed})
+
     @property
     def repeats_count(self) -> bool:
         """Whether the repeat penalty changes anything."""
@@ -216,8 +220,8 @@ def random_bits(seed: int, step: int) -> int:
 class Sampler:
     """Chooses the tokens of one answer: keeps the history for the penalties and counts the steps.
 
-    `seed` is the one in use: the request's, or, for a request that draws and names none, one taken from the
-    system's entropy when the sampler is made. `step` is the number of tokens sampled so far.
+    `sampling` are the settings in use: the request's, with a seed from the system's entropy where it draws and
+    names none. `step` is the number of tokens sampled so far.
     """
 
     def __init__(self, sampling: Sampling, n_vocab: int, prompt_ids: "Sequence[int]") -> None:
@@ -226,13 +230,12 @@ class Sampler:
         for token in sampling.logit_bias:
             if token >= n_vocab:
                 raise InvalidRequestError(f"logit_bias names token {token}, but the model's ids end at {n_vocab - 1}")
-        self.sampling = sampling
-        self.n_vocab = n_vocab
-        self.seed = sampling.seed
-        if self.seed is None and sampling.temperature > 0:
+        if sampling.seed is None and sampling.temperature > 0:
             from os import urandom
 
-            self.seed = int.from_bytes(urandom(8), "little") % MAX_SEED
+            sampling = sampling.with_seed(int.from_bytes(urandom(8), "little") % MAX_SEED)
+        self.sampling = sampling
+        self.n_vocab = n_vocab
         self.step = 0
         self._tokens: list[int] = []  # the part of the prompt that penalties can reach, then the answer
         if sampling.repeats_count:
@@ -293,8 +296,8 @@ class Sampler:
         ids = candidates(logits, peak, sampling)
         cumulative = exp_weights(logits if ids is None else logits[ids], peak, sampling.temperature)
         cumulative.cumsum(out=cumulative)
-        assert self.seed is not None
-        target = random_bits(self.seed, self.step) * int(cumulative[-1]) >> 64
+        assert sampling.seed is not None  # drawn above temperature 0 only, where __init__ gave it one
+        target = random_bits(sampling.seed, self.step) * int(cumulative[-1]) >> 64
         drawn = int(cumulative.searchsorted(target, side="right"))
         return drawn if ids is None else int(ids[drawn])
 

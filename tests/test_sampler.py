@@ -467,16 +467,19 @@ def test_ids_beyond_the_vocabulary_are_refused() -> None:
 
 
 def test_a_draw_without_a_seed_takes_one_and_says_which() -> None:
-    samplers = [Sampler(Sampling(temperature=1), 1000, []) for _ in range(20)]
-    seeds = {sampler.seed for sampler in samplers}
-    assert len(seeds) == 20
+    asked = Sampling(temperature=1, top_k=500, logit_bias={3: 1.0})
+    samplers = [Sampler(asked, 1000, []) for _ in range(20)]
+    assert len({sampler.sampling.seed for sampler in samplers}) == 20
     logits = np.zeros(1000, np.float32)
     for sampler in samplers:
-        assert sampler.seed is not None and 0 <= sampler.seed < 2**53
-        again = Sampler(Sampling(temperature=1, seed=sampler.seed), 1000, [])
+        seed = sampler.sampling.seed
+        assert seed is not None and 0 <= seed < 2**53
+        assert sampler.sampling == asked.with_seed(seed)
+        again = Sampler(sampler.sampling, 1000, [])
         assert [sampler.sample(logits) for _ in range(3)] == [again.sample(logits) for _ in range(3)]
-    assert Sampler(Sampling(), 10, []).seed is None
-    assert Sampler(Sampling(seed=3), 10, []).seed == 3
+    assert asked.seed is None
+    assert Sampler(Sampling(), 10, []).sampling.seed is None
+    assert Sampler(Sampling(seed=3), 10, []).sampling.seed == 3
 
 
 # Extremes

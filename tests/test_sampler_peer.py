@@ -34,6 +34,8 @@ def server(smollm2: Path) -> Any:
     params.model.path = str(smollm2)
     params.n_ctx = 256
     params.warmup = False
+    params.cpuparams.n_threads = 1  # its threads spin: on a busy machine two are slower than one
+    params.cpuparams_batch.n_threads = 1
     return llama.Server(params)
 
 

@@ -6,11 +6,15 @@ stdout carries only what was asked for; everything else goes to stderr. Nothing 
 import os
 import signal
 import sys
-from argparse import Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from typing import Any, NoReturn
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from reflex_ipc import __version__
 from reflex_ipc.errors import InputOutputError, InvalidRequestError, OutOfMemoryError, ReflexError
+
+if TYPE_CHECKING:
+    from reflex_ipc.gguf import GGUF
 
 _HINTS = {
     "-m": "the model is the first argument: reflex run MODEL PROMPT",
@@ -29,7 +33,7 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         _check_descriptors()
-        arguments = _parser().parse_args(argv)
+        arguments = _parse(argv)
         code: int = arguments.command(arguments)
         return code
     except ReflexError as error:
@@ -83,49 +87,61 @@ class _Parser(ArgumentParser):
         raise InvalidRequestError(f"{message}\n{self.format_usage().rstrip()}")
 
 
-class _Version(Action):
-    def __call__(self, parser: ArgumentParser, *_: object) -> None:
-        sys.stdout.write(f"reflex {__version__}\n")
-        parser.exit()
-
-
-def _parser() -> ArgumentParser:
-    parser = _Parser(
-        prog="reflex", description="A GGUF model and a prompt to the first token, fast.", epilog=_EXIT_CODES
+def _parse(argv: list[str]) -> Namespace:
+    """The options of one command. Only its own parser is built, and options may stand between its arguments."""
+    if argv and argv[0] in COMMANDS:
+        name, rest = argv[0], argv[1:]
+        about, add_arguments, command = COMMANDS[name]
+        parser = _Parser(prog=f"reflex {name}", description=about, epilog=_EXIT_CODES)
+        add_arguments(parser)
+        arguments = parser.parse_intermixed_args(rest)
+        arguments.command = command
+        return arguments
+    parser = _Parser(prog="reflex", usage="reflex COMMAND ...", description=_ABOUT, epilog=_overview())
+    parser.add_argument("--version", action="version", version=f"reflex {__version__}", help="print the version")
+    parser.add_argument("name", metavar="COMMAND", nargs="?", help="one of those below")
+    name = parser.parse_args(argv[:1]).name
+    raise InvalidRequestError(
+        f"no command is called {name!r}" if name else f"which command? {', '.join(COMMANDS)}; reflex --help says more"
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    run = commands.add_parser(
-        "run", help="continue a prompt", description="Continue a prompt; the text goes to stdout."
+
+_ABOUT = "A cold process, a GGUF file and a prompt become a first token; then it stops."
+
+
+def _overview() -> str:
+    lines = "\n".join(f"  {name:<10}{about}" for name, (about, _, _) in COMMANDS.items())
+    return f"commands (reflex COMMAND --help has the options):\n{lines}\n\n{_EXIT_CODES}"
+
+
+def _run_arguments(parser: ArgumentParser) -> None:
+    _model(parser)
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; - reads standard input")
+    parser.add_argument("-p", "--prompt", dest="prompt_option", metavar="TEXT", help="the prompt, as an option")
+    parser.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file")
+    parser.add_argument("-n", "--max-tokens", type=int, default=128, metavar="N", help="tokens at most (128)")
+    _backend(parser)
+    _sampling(parser)
+    _chat(parser)
+    parser.add_argument(
+        "--deadline", type=int, metavar="MS", help="stop after so many milliseconds, with exit code 124"
     )
-    _model(run)
-    run.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; - reads standard input")
-    run.add_argument("-p", "--prompt", dest="prompt_option", metavar="TEXT", help="the prompt, as an option")
-    run.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file")
-    run.add_argument("-n", "--max-tokens", type=int, default=128, metavar="N", help="tokens at most (128)")
-    _backend(run)
-    _sampling(run)
-    _chat(run)
-    run.add_argument("--deadline", type=int, metavar="MS", help="stop after so many milliseconds, with exit code 124")
-    run.add_argument("--timings", action="store_true", help="print the phases and their milliseconds to stderr")
-    run.add_argument("-v", "--verbose", action="store_true", help="say on stderr what is done")
-    run.set_defaults(command=_run)
+    parser.add_argument("--timings", action="store_true", help="print the phases and their milliseconds to stderr")
+    parser.add_argument("-v", "--verbose", action="store_true", help="say on stderr what is done")
 
-    tokenize = commands.add_parser("tokenize", help="show the tokens of a text")
-    _model(tokenize)
-    tokenize.add_argument("text", nargs="?", metavar="TEXT", help="the text; - or nothing reads standard input")
-    tokenize.add_argument("-f", "--file", metavar="FILE", help="read the text from a file")
-    tokenize.add_argument("--no-special", action="store_true", help="take control tokens in the text as plain text")
-    tokenize.add_argument("--json", action="store_true", help="a JSON array of {id, text}")
-    tokenize.set_defaults(command=_tokenize)
 
-    inspect = commands.add_parser("inspect", help="show what is in a model file")
-    _model(inspect)
-    inspect.add_argument("-c", "--context", type=int, metavar="N", help="context for the memory a run needs")
-    inspect.add_argument("--json", action="store_true", help="as JSON")
-    inspect.set_defaults(command=_inspect)
-    return parser
+def _tokenize_arguments(parser: ArgumentParser) -> None:
+    _model(parser)
+    parser.add_argument("text", nargs="?", metavar="TEXT", help="the text; - or nothing reads standard input")
+    parser.add_argument("-f", "--file", metavar="FILE", help="read the text from a file")
+    parser.add_argument("--no-special", action="store_true", help="take control tokens in the text as plain text")
+    parser.add_argument("--json", action="store_true", help="a JSON array of {id, text}")
+
+
+def _inspect_arguments(parser: ArgumentParser) -> None:
+    _model(parser)
+    parser.add_argument("-c", "--context", type=int, metavar="N", help="context for the memory a run needs (model's)")
+    parser.add_argument("--json", action="store_true", help="as JSON")
 
 
 def _model(parser: ArgumentParser) -> None:
@@ -202,6 +218,29 @@ def _tokenize(arguments: Namespace) -> int:
     return 0
 
 
+def _memory(gguf: "GGUF", context: int | None) -> list[dict[str, object]]:
+    """What a run needs on each backend, for `inspect`."""
+    from reflex_ipc import archs
+    from reflex_ipc.reference import memory
+
+    plan = archs.build(gguf)
+    n_ctx = plan.n_ctx_train if context is None else context
+    need = memory.estimate(plan, n_ctx)
+    per_token, fixed = plan.state_elements()
+    return [
+        {
+            "backend": "cpu",
+            "context": n_ctx,
+            "weights": need.weights,
+            "cache": need.cache,
+            "scratch": need.scratch,
+            "total": need.total,
+            "fixed_state": 4 * fixed,
+            "bytes_per_token": 4 * per_token,
+        }
+    ]
+
+
 def _inspect(arguments: Namespace) -> int:
     from reflex_ipc import inspect
     from reflex_ipc.environment import model_path
@@ -210,7 +249,7 @@ def _inspect(arguments: Namespace) -> int:
     with GGUF.open(model_path(arguments.model)) as gguf:
         description = inspect.describe(gguf)
         if gguf.tensors:
-            inspect.add_memory(description, gguf, arguments.context)
+            description["memory"] = _memory(gguf, arguments.context)
     if arguments.json:
         import json
 
@@ -218,3 +257,12 @@ def _inspect(arguments: Namespace) -> int:
     else:
         sys.stdout.write(inspect.render(description))
     return 0
+
+
+Command: TypeAlias = tuple[str, Callable[[ArgumentParser], None], Callable[[Namespace], int]]
+COMMANDS: dict[str, Command] = {
+    "run": ("continue a prompt; the text goes to stdout", _run_arguments, _run),
+    "tokenize": ("show the tokens of a text", _tokenize_arguments, _tokenize),
+    "inspect": ("show what is in a model file and what a run needs", _inspect_arguments, _inspect),
+}
+"""Name -> what it does, its options, the function that does it and returns the exit code."""

@@ -409,10 +409,13 @@ def inputs(op: Op) -> list[Value]:
 
 def weights(op: Op) -> list[str]:
     """The tensors an op reads."""
-    names = []
+    names: list[str] = []
     for key, field in zip(op._fields, op, strict=True):
-        if key in _WEIGHT_FIELDS and field is not None:
-            names += [field] if isinstance(field, str) else list(field)
+        if key in _WEIGHT_FIELDS:
+            if isinstance(field, str):
+                names.append(field)
+            elif isinstance(field, tuple):
+                names += field
     return names
 
 

@@ -56,7 +56,7 @@ def run(arguments: Namespace) -> int:
         if generation.finish_reason == "context":
             _say(f"the context of {engine.n_ctx} tokens is full")
         if arguments.verbose:
-            seed = "" if sampling.is_greedy else f", seed {generation.seed}"
+            seed = "" if generation.seed is None else f", seed {generation.seed}"
             _say(
                 f"{generation.prompt_tokens} tokens of prompt, {generation.completion_tokens} of answer, "
                 f"ended by {generation.finish_reason}{seed}"

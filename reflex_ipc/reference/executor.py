@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from reflex_ipc.errors import OutOfMemoryError
+from reflex_ipc.errors import InvalidRequestError, OutOfMemoryError
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.plan import Plan, Step, last_uses
 from reflex_ipc.reference import memory
@@ -34,6 +34,8 @@ class ReferenceExecutor:
         self._path = gguf.path
         self._check(memory.estimate(plan, min(n_ctx, memory.CONTEXT_STEP)))
         if threads is not None:
+            if threads < 1:
+                raise InvalidRequestError(f"threads is {threads}; at least 1 is needed")
             from threadpoolctl import threadpool_limits
 
             threadpool_limits(threads)
@@ -63,11 +65,13 @@ class ReferenceExecutor:
     def forward(self, step: Step) -> None:
         run = Run(step, self._weights, self._states)
         for op, dead in zip(self.plan.ops, self._dead, strict=True):
+            if op.out.selected and not step.rows:
+                break  # nobody wants logits: the state is all this step was for
             run.values[op.out.name] = FUNCTIONS[type(op)](op, run)
             for name in dead:
                 del run.values[name]
         self._states.n_past += step.n_keep
-        self._logits = run[self.plan.logits]
+        self._logits = run[self.plan.logits] if step.rows else self._logits[:0]
 
     def logits(self) -> Array:
         return self._logits

@@ -84,7 +84,8 @@ def rms_norm(op: plan.RmsNorm, run: Run) -> Array:
     x = run[op.x]
     x = x.reshape(len(x), op.n_group, -1)
     mean = np.mean(np.square(x), axis=-1, keepdims=True)
-    return (x / np.sqrt(mean + np.float32(op.eps)) * run.weights[op.weight]).reshape(len(x), -1)
+    out: Array = x / np.sqrt(mean + np.float32(op.eps)) * run.weights[op.weight]
+    return out.reshape(len(x), -1)
 
 
 def linear(op: plan.Linear, run: Run) -> Array:
@@ -256,8 +257,8 @@ def conv(op: plan.Conv, run: Run) -> Array:
 def l2_norm(op: plan.L2Norm, run: Run) -> Array:
     x = run[op.x]
     x = x.reshape(len(x), op.n_group, -1)
-    norm = np.sqrt(np.sum(np.square(x), axis=-1, keepdims=True) + np.float32(op.eps))
-    return (x / norm).reshape(len(x), -1)
+    out: Array = x / np.sqrt(np.sum(np.square(x), axis=-1, keepdims=True) + np.float32(op.eps))
+    return out.reshape(len(x), -1)
 
 
 def delta_rule(op: plan.DeltaRule, run: Run) -> Array:

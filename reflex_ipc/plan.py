@@ -11,7 +11,7 @@ A weight of `ne` {n_in, n_out} is a NumPy (n_out, n_in) matrix W, and `Linear` i
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 from reflex_ipc.errors import ModelFileError, UnsupportedModelError
 from reflex_ipc.gguf import GGUF, Tensor
@@ -414,8 +414,8 @@ def weights(op: Op) -> list[str]:
         if key in _WEIGHT_FIELDS:
             if isinstance(field, str):
                 names.append(field)
-            elif isinstance(field, tuple):
-                names += field
+            elif key == "weights":
+                names += cast("tuple[str, ...]", field)
     return names
 
 

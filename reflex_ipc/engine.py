@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from reflex_ipc.chat import ChatTemplate
+    from reflex_ipc.scoring import Scores
 
 PREFILL_CHUNK = 512
 """Tokens of a prompt between two looks at whether the request still stands."""
@@ -52,6 +53,12 @@ class Executor(Protocol):
 
     def logits(self) -> "npt.NDArray[np.float32]":
         """(rows of the last step, n_vocab), on the host."""
+
+    def score(self, step: Step, targets: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Run a step; for each of its rows, the log-probabilities of the row's target tokens."""
+
+    def step_limit(self, n_past: int) -> int:
+        """How many tokens one step behind `n_past` others may have, by the memory there is."""
 
     def decode(self, sampler: Sampler) -> Iterator[Sampled]:
         """Sample from the last row, yield, feed back, for ever; never more than one token ahead of the caller."""
@@ -231,6 +238,101 @@ class Engine:
         self._running = Generation(self, ids, max_tokens, sampler, stops, ignore_eos, poll)
         return self._running
 
+    def score(
+        self,
+        prompt: str | Sequence[dict[str, Any]],
+        candidates: Sequence[str],
+        *,
+        normalize: str = "sum",
+        temperature: float = 1.0,
+        join: str = "",
+        end: bool = False,
+        arguments: dict[str, Any] | None = None,
+    ) -> "Scores":
+        """How likely each candidate is as the continuation of `prompt`, a text or the messages of a chat.
+
+        `normalize` is "sum", "mean", "byte" or "pmi"; `join` stands between prompt and candidate; `end` adds the token
+        that ends a turn to every candidate. docs/scoring.md defines the numbers. Raises InvalidRequestError,
+        TemplateError and ContextOverflowError.
+        """
+        from reflex_ipc import scoring
+
+        scoring.check(candidates, normalize, temperature)
+        context, tails, healed = self._split(prompt, candidates, join, end, arguments)
+        neutral = self._neutral() if normalize == "pmi" else None
+        longest = len(context) + max(map(len, tails)) - 1
+        if longest > self.n_ctx:
+            raise ContextOverflowError(
+                f"prompt and longest candidate have {longest} tokens, the context holds {self.n_ctx}"
+            )
+        self._begin(len(context))
+        executor = self._executor
+        limit = executor.step_limit(len(context))
+        n_passes = 0
+        # A context that fills a step by itself goes ahead in pieces; otherwise prompt and candidates are one step.
+        while len(context) - executor.n_past > limit:
+            n = min(PREFILL_CHUNK, len(context) - executor.n_past - 1)
+            chunk = context[executor.n_past : executor.n_past + n]
+            executor.forward(Step.text(chunk, executor.n_past, []))
+            n_passes += 1
+        logprobs = [[0.0] * len(ids) for ids in tails]
+        neutral_logprobs = [[0.0] * len(ids) for ids in tails]
+        for step, targets, places in scoring.passes(context, tails, neutral, executor.n_past, limit):
+            for row, row_places in zip(executor.score(step, targets), places, strict=True):
+                for value, wanted in zip(row, row_places, strict=True):
+                    for candidate, at, is_neutral in wanted:
+                        (neutral_logprobs if is_neutral else logprobs)[candidate][at] = value
+            n_passes += 1
+        found = [
+            scoring.Scored(text, tuple(ids), sum(len(self._bytes(i)) for i in ids), values, before)
+            for text, ids, values, before in zip(
+                candidates, tails, logprobs, neutral_logprobs if neutral is not None else [None] * len(tails), strict=True
+            )
+        ]
+        return scoring.scores(
+            found, normalize, temperature, prompt_tokens=len(context), healed=healed, passes=n_passes
+        )
+
+    def _split(
+        self,
+        prompt: str | Sequence[dict[str, Any]],
+        candidates: Sequence[str],
+        join: str,
+        end: bool,
+        arguments: dict[str, Any] | None,
+    ) -> tuple[list[int], list[list[int]], int]:
+        """The tokens before the border, each candidate's behind it, and how many of the prompt's lie behind it."""
+        from reflex_ipc import scoring
+
+        tokenizer = self.tokenizer
+        if isinstance(prompt, str):
+            texts = [tokenizer.encode(prompt + tail, bos=tokenizer.add_bos) for tail in ("", *(join + c for c in candidates))]
+        else:
+            parts = self.template.render(list(prompt), arguments=arguments).parts
+            texts = [tokenizer.encode_parts(parts)]
+            texts += [tokenizer.encode_parts([*parts, (join + text, False)]) for text in candidates]
+        ids, *texts = texts
+        if end:
+            ending = tokenizer.eot if tokenizer.eot is not None else tokenizer.eos
+            if ending is None:
+                raise InvalidRequestError("the file names no token that ends a turn")
+            texts = [[*text, ending] for text in texts]
+        n = scoring.border(ids, texts)
+        context = ids[:n] if n else [self._neutral()]
+        return context, [text[n:] for text in texts], len(ids) - n
+
+    def _neutral(self) -> int:
+        """The token that stands for no context at all."""
+        tokenizer = self.tokenizer
+        for token in (tokenizer.bos, tokenizer.eos, tokenizer.eot):
+            if token is not None:
+                return token
+        raise InvalidRequestError("the file names no token that begins or ends a text, so nothing can come before")
+
+    def _bytes(self, token: int) -> bytes:
+        """What a token adds to the text; the padding rows of an output matrix are beyond the vocabulary and add none."""
+        return self.tokenizer.token_bytes(token) if token < self.tokenizer.n_vocab else b""
+
     def _begin(self, n_tokens: int) -> None:
         """End the answer under way, forget its sequence, make room for one of `n_tokens`."""
         if self._running is not None:
@@ -308,8 +410,9 @@ class Generation:
                     self.finish_reason = "stop"
                     break
                 whole = not text.pending
-                piece, stopped = stops.push(text.push(sampled.id))
-                raw = None if whole and not text.pending else tokenizer.token_bytes(sampled.id)
+                # The padding rows of an output matrix are beyond the vocabulary and spell nothing.
+                piece, stopped = stops.push(text.push(sampled.id) if sampled.id < tokenizer.n_vocab else "")
+                raw = None if whole and not text.pending else engine._bytes(sampled.id)
                 self.completion_tokens += 1
                 if stopped:
                     self.finish_reason = "stop_string"

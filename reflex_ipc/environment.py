@@ -17,6 +17,22 @@ def complete_site() -> None:
         site.main()
 
 
+def usable_cpus() -> int:
+    """Processors this process may keep busy: those it may run on, within its control group's quota. More threads than
+    that only wait for each other."""
+    import os
+
+    cpus = len(os.sched_getaffinity(0))
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+        if quota != "max":
+            cpus = min(cpus, max(1, -(-int(quota) // int(period))))
+    except (OSError, ValueError):
+        pass  # no control group, or one without a quota
+    return cpus
+
+
 def model_path(model: str) -> str:
     """The file that MODEL means: a path if it has a slash or ends in .gguf, a name otherwise."""
     if "/" in model or model.endswith(".gguf"):

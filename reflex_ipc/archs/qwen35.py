@@ -61,10 +61,7 @@ def _delta_net(b: Builder) -> DeltaNet:
 def _recurrent_layers(b: Builder, n_block: int) -> list[bool]:
     key = f"{b.arch}.attention.recurrent_layers"
     if key in b.gguf.metadata:
-        flags = b.gguf.metadata[key]
-        if not isinstance(flags, memoryview) or len(flags) != n_block:
-            raise ModelFileError(f"{b.gguf.path}: {key} is not one flag for each of the {n_block} blocks")
-        return [bool(flag) for flag in flags]
+        return [bool(flag) for flag in b.gguf.ints(key, n_block)]
     interval = b.gguf.int(f"{b.arch}.full_attention_interval", 4)
     if interval < 1:
         raise ModelFileError(f"{b.gguf.path}: {b.arch}.full_attention_interval is {interval}")

@@ -1,11 +1,12 @@
 """The CPU backend: runs a plan with NumPy, one op after the other."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from reflex_ipc.environment import usable_cpus
 from reflex_ipc.errors import InvalidRequestError, OutOfMemoryError
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.plan import Plan, Step, last_uses
@@ -15,6 +16,9 @@ from reflex_ipc.reference.weights import Weights
 from reflex_ipc.sampler import Sampled, Sampler
 
 Array = npt.NDArray[np.float32]
+
+_HEAD_ROWS = 32
+"""Rows whose logits are held at once when scoring."""
 
 
 class ReferenceExecutor:
@@ -33,14 +37,17 @@ class ReferenceExecutor:
         self.n_ctx = n_ctx
         self._path = gguf.path
         self._check(memory.estimate(plan, min(n_ctx, memory.CONTEXT_STEP)))
-        if threads is not None:
-            if threads < 1:
-                raise InvalidRequestError(f"threads is {threads}; at least 1 is needed")
+        if threads is not None and threads < 1:
+            raise InvalidRequestError(f"threads is {threads}; at least 1 is needed")
+        n_threads = threads or usable_cpus()
+        if threads is not None or n_threads < len(os.sched_getaffinity(0)):
             from threadpoolctl import threadpool_limits
 
-            threadpool_limits(threads)
-        self._dead = last_uses(plan.ops)
-        self._weights = Weights(gguf, plan, threads or len(os.sched_getaffinity(0)), progress)
+            threadpool_limits(n_threads)
+        n_body = next(i for i, op in enumerate(plan.ops) if op.out.selected)
+        self._body, self._tail = plan.ops[:n_body], plan.ops[n_body:]
+        self._dead = last_uses(plan.ops)[:n_body]
+        self._weights = Weights(gguf, plan, n_threads, progress)
         self._states = States(plan.states)
         self._logits = np.empty((0, plan.n_vocab), np.float32)
 
@@ -63,15 +70,46 @@ class ReferenceExecutor:
             raise OutOfMemoryError(f"{self._path} needs {need}; {memory.mib(free)} are free")
 
     def forward(self, step: Step) -> None:
+        run = self._run(step)
+        self._logits = self._head(run, step.rows) if step.rows else self._logits[:0]
+
+    def score(self, step: Step, targets: Sequence[Sequence[int]]) -> list[list[float]]:
+        run = self._run(step)
+        found: list[list[float]] = []
+        # The logits of all rows of a large tree would not fit: a piece of them at a time.
+        for start in range(0, len(step.rows), _HEAD_ROWS):
+            logits = self._head(run, step.rows[start : start + _HEAD_ROWS]).astype(np.float64)
+            logits -= logits.max(axis=1, keepdims=True)
+            log_sums = np.log(np.exp(logits).sum(axis=1))
+            for row, log_sum, wanted in zip(logits, log_sums, targets[start : start + _HEAD_ROWS], strict=True):
+                found.append((row[list(wanted)] - log_sum).tolist())
+        return found
+
+    def step_limit(self, n_past: int) -> int:
+        free = memory.available()
+        limit = memory.LARGEST_STEP
+        while limit > memory.MAX_STEP and free is not None:
+            if memory.estimate(self.plan, n_past + limit, limit).scratch <= free // 2:
+                break
+            limit //= 2
+        return limit
+
+    def _run(self, step: Step) -> Run:
+        """Everything up to the selection of rows; the state moves on."""
         run = Run(step, self._weights, self._states)
-        for op, dead in zip(self.plan.ops, self._dead, strict=True):
-            if op.out.selected and not step.rows:
-                break  # nobody wants logits: the state is all this step was for
+        for op, dead in zip(self._body, self._dead, strict=True):
             run.values[op.out.name] = FUNCTIONS[type(op)](op, run)
             for name in dead:
                 del run.values[name]
         self._states.n_past += step.n_keep
-        self._logits = run[self.plan.logits] if step.rows else self._logits[:0]
+        return run
+
+    def _head(self, run: Run, rows: Sequence[int]) -> Array:
+        """(len(rows), n_vocab): the ops behind the selection, for these rows."""
+        run.step = run.step._replace(rows=rows)
+        for op in self._tail:
+            run.values[op.out.name] = FUNCTIONS[type(op)](op, run)
+        return run.values.pop(self.plan.logits.name)
 
     def logits(self) -> Array:
         return self._logits

@@ -10,6 +10,8 @@ CONTEXT_STEP = 256
 """The cache grows by this many tokens at a time."""
 MAX_STEP = 512
 """Tokens of a prompt that go through the model in one piece."""
+LARGEST_STEP = 4096
+"""Tokens of the largest step: a tree of candidates is not cut into pieces as a prompt is."""
 
 
 class Need(NamedTuple):
@@ -34,10 +36,10 @@ def mib(n: int) -> str:
     return f"{n / (1 << 20):,.0f} MiB"
 
 
-def estimate(plan: Plan, n_ctx: int) -> Need:
-    """What the reference executor needs at a context of `n_ctx` tokens."""
+def estimate(plan: Plan, n_ctx: int, n_step: int = MAX_STEP) -> Need:
+    """What the reference executor needs at a context of `n_ctx` tokens, in steps of at most `n_step`."""
     per_token, fixed = plan.state_elements()
-    n_step = min(n_ctx, MAX_STEP)
+    n_step = min(n_ctx, n_step)
     # Scores of one group of heads, before, masked and after the softmax's exponential.
     scores = max(
         (3 * n_step * (op.n_head // op.n_head_kv) * n_ctx for op in plan.ops if isinstance(op, Attention)), default=0

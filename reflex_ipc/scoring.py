@@ -1,0 +1,251 @@
+"""Scoring: how likely a model holds each of some continuations. docs/scoring.md defines every number.
+
+The candidates' tokens form a tree below the prompt that shares common beginnings; it goes through the model together
+with the prompt, every token seeing its ancestors only (`plan.Step`). A candidate's last token need not be computed:
+what its predecessor thinks of it is the answer.
+
+Nothing here knows text or executors: `border` says from where tokens are scored, `passes` says what to run, `scores`
+makes the numbers.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from reflex_ipc.errors import InvalidRequestError
+from reflex_ipc.plan import PARENT_NONE, PARENT_STATE, Step
+
+MAX_CANDIDATES = 4096
+MAX_TREE = 32768
+"""Tokens of all candidates together, what they share counted once."""
+NORMALISATIONS = ("sum", "mean", "byte", "pmi")
+
+
+class Candidate(NamedTuple):
+    """One continuation and what the model thinks of it. Log-probabilities are natural logarithms."""
+
+    text: str
+    tokens: tuple[int, ...]
+    token_logprobs: tuple[float, ...]
+    n_bytes: int
+    logprob: float
+    neutral_logprob: float | None
+    score: float
+    probability: float
+
+
+class Scores(NamedTuple):
+    """All candidates, in the order they were given."""
+
+    candidates: tuple[Candidate, ...]
+    normalize: str
+    temperature: float
+    entropy_bits: float
+    margin: float
+    prompt_tokens: int
+    healed: int
+    passes: int
+
+    @property
+    def best(self) -> Candidate:
+        return max(self.candidates, key=lambda candidate: candidate.score)
+
+
+def border(prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> int:
+    """How many tokens the prompt and every prompt + candidate begin with alike, leaving each candidate at least one."""
+    return min(min(_shared(prompt, ids), len(ids) - 1) for ids in texts)
+
+
+class Tree(NamedTuple):
+    """Candidates below one context, depth first.
+
+    `tokens`, `parents` (-1: the context's end) and `depths` (from 0) of the nodes; `paths[i]` has, for each token of
+    candidate i, the node it follows (-1: the context's end).
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    depths: list[int]
+    paths: list[list[int]]
+
+
+def tree(candidates: Sequence[Sequence[int]]) -> Tree:
+    """Sorted, candidates that begin alike lie together, and each adds what it does not share with the one before."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    depths: list[int] = []
+    paths: list[list[int]] = [[] for _ in candidates]
+    line: list[int] = []  # nodes of the current candidate, from the context down
+    for i in sorted(range(len(candidates)), key=lambda i: tuple(candidates[i])):
+        body = candidates[i][:-1]
+        shared = _shared([tokens[node] for node in line], body)
+        del line[shared:]
+        for token in body[shared:]:
+            parents.append(line[-1] if line else -1)
+            depths.append(len(line))
+            line.append(len(tokens))
+            tokens.append(token)
+        paths[i] = [-1, *line]
+    return Tree(tokens, parents, depths, paths)
+
+
+class Pass(NamedTuple):
+    """A step, the tokens whose log-probability is wanted at each of its rows, and where to put the answers: for each
+    answer, row by row, the (candidate, token index) pairs it belongs to, and whether it is the neutral one."""
+
+    step: Step
+    targets: list[list[int]]
+    places: list[list[list[tuple[int, int, bool]]]]
+
+
+def passes(
+    context: Sequence[int], candidates: Sequence[Sequence[int]], neutral: int | None, n_past: int, limit: int
+) -> Iterator[Pass]:
+    """The steps that score `candidates` after `context`, of at most `limit` tokens where that is possible.
+
+    The state holds the context's first `n_past` tokens, not all, and all of them after the first step, which answers
+    for every candidate's first token. `neutral`, if given, is a token that begins a second root, below which the same
+    candidates are scored again.
+    """
+    rest = list(context[n_past:])
+    firsts = [(i, ids[0]) for i, ids in enumerate(candidates)]
+    for group in _groups(candidates, len(rest), neutral is not None, limit):
+        yield _pass(rest, firsts, len(context), [(i, candidates[i]) for i in group], neutral)
+        rest, firsts = [], []
+
+
+def _groups(candidates: Sequence[Sequence[int]], first: int, twice: bool, limit: int) -> Iterator[list[int]]:
+    """Candidates that go together: neighbours in sorted order, as many as a step holds."""
+    roots, times = (1, 2) if twice else (0, 1)
+    group: list[int] = []
+    n_tokens = first + roots
+    before: Sequence[int] = ()
+    for i in sorted(range(len(candidates)), key=lambda i: tuple(candidates[i])):
+        body = candidates[i][:-1]
+        added = (len(body) - _shared(before, body)) * times
+        if group and n_tokens + added > limit:
+            yield group
+            group, n_tokens, added = [], roots, len(body) * times
+        group.append(i)
+        n_tokens += added
+        before = body
+    yield group
+
+
+def _shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]:
+        n += 1
+    return n
+
+
+def _pass(
+    rest: Sequence[int],
+    firsts: Sequence[tuple[int, int]],
+    n_context: int,
+    candidates: Sequence[tuple[int, Sequence[int]]],
+    neutral: int | None,
+) -> Pass:
+    """`rest` of the context, whose last token answers for `firsts`, (candidate, first token); then the tree, once or
+    twice."""
+    nodes = tree([ids for _, ids in candidates])
+    tokens = list(rest)
+    positions = list(range(n_context - len(rest), n_context))
+    parents = list(range(PARENT_STATE, len(rest) - 1))
+    wanted: dict[int, dict[int, list[tuple[int, int, bool]]]] = {}
+
+    def want(row: int, token: int, place: tuple[int, int, bool]) -> None:
+        wanted.setdefault(row, {}).setdefault(token, []).append(place)
+
+    def grow(root: int, depth: int, is_neutral: bool) -> None:
+        start = len(tokens)
+        for token, parent, below in zip(nodes.tokens, nodes.parents, nodes.depths, strict=True):
+            tokens.append(token)
+            positions.append(depth + below)
+            parents.append(root if parent < 0 else start + parent)
+        for (i, ids), path in zip(candidates, nodes.paths, strict=True):
+            for at in range(1, len(ids)):
+                want(start + path[at], ids[at], (i, at, is_neutral))
+
+    for i, token in firsts:
+        want(len(rest) - 1, token, (i, 0, False))
+    grow(len(rest) - 1 if rest else PARENT_STATE, n_context, False)
+    if neutral is not None:
+        root = len(tokens)
+        tokens.append(neutral)
+        positions.append(0)
+        parents.append(PARENT_NONE)
+        for i, ids in candidates:
+            want(root, ids[0], (i, 0, True))
+        grow(root, 1, True)
+    rows = sorted(wanted)
+    return Pass(
+        Step(tokens, positions, parents, rows, len(rest)),
+        [list(wanted[row]) for row in rows],
+        [list(wanted[row].values()) for row in rows],
+    )
+
+
+class Scored(NamedTuple):
+    """What the passes found of one candidate."""
+
+    text: str
+    tokens: tuple[int, ...]
+    n_bytes: int
+    logprobs: list[float]
+    neutral: list[float] | None
+
+
+def scores(
+    found: Sequence[Scored], normalize: str, temperature: float, *, prompt_tokens: int, healed: int, passes: int
+) -> Scores:
+    """The numbers of docs/scoring.md."""
+    sums = [math.fsum(item.logprobs) for item in found]
+    neutral = [None if item.neutral is None else math.fsum(item.neutral) for item in found]
+    values = [
+        _normalised(normalize, total, item, before) for total, item, before in zip(sums, found, neutral, strict=True)
+    ]
+    peak = max(values)
+    weights = [math.exp((value - peak) / temperature) for value in values]
+    total = math.fsum(weights)
+    probabilities = [weight / total for weight in weights]
+    ranked = sorted(probabilities, reverse=True)
+    return Scores(
+        candidates=tuple(
+            Candidate(item.text, item.tokens, tuple(item.logprobs), item.n_bytes, sum_, before, value, probability)
+            for item, sum_, before, value, probability in zip(found, sums, neutral, values, probabilities, strict=True)
+        ),
+        normalize=normalize,
+        temperature=temperature,
+        entropy_bits=-math.fsum(p * math.log2(p) for p in probabilities if p > 0.0) + 0.0,
+        margin=ranked[0] - (ranked[1] if len(ranked) > 1 else 0.0),
+        prompt_tokens=prompt_tokens,
+        healed=healed,
+        passes=passes,
+    )
+
+
+def _normalised(normalize: str, total: float, item: Scored, neutral: float | None) -> float:
+    if normalize == "mean":
+        return total / len(item.tokens)
+    if normalize == "byte":
+        return total / max(1, item.n_bytes)
+    if normalize == "pmi" and neutral is not None:
+        return total - neutral
+    return total
+
+
+def check(candidates: Sequence[str], normalize: str, temperature: float) -> None:
+    """Raises InvalidRequestError naming what is wrong with a request."""
+    if normalize not in NORMALISATIONS:
+        raise InvalidRequestError(f"normalize is {normalize!r}; known are {', '.join(NORMALISATIONS)}")
+    if not 0.0 < temperature < math.inf:
+        raise InvalidRequestError(f"temperature is {temperature}; scores are divided by it, so it must be above 0")
+    if not candidates:
+        raise InvalidRequestError("there are no candidates to score")
+    if len(candidates) > MAX_CANDIDATES:
+        raise InvalidRequestError(f"there are {len(candidates)} candidates; at most {MAX_CANDIDATES} are scored")
+    for i, text in enumerate(candidates):
+        if not text:
+            raise InvalidRequestError(f"candidate {i} is empty: it has nothing to score")

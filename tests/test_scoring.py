@@ -1,0 +1,174 @@
+"""Scoring against the plain way: every candidate alone, a softmax in float64 over the logits of the whole text."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reflex_ipc import scoring
+from reflex_ipc.engine import Engine
+from reflex_ipc.errors import ContextOverflowError, InvalidRequestError
+from reflex_ipc.plan import PARENT_NONE, Step
+
+FAMILIES = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3-untied",
+    "qwen3moe",
+    "qwen35",
+    "qwen35moe",
+    "qwen3next",
+    "deepseek2-lite",
+    "deepseek3",
+]
+CANDIDATES = [" a", " ab", " abc", " b", "b c d", " a!", " the end", " a"]
+
+
+def alone(engine: Engine, context: Sequence[int], tail: Sequence[int]) -> list[float]:
+    """The log-probability of each token of `tail` after `context`, from the full logits of the whole text."""
+    ids = [*context, *tail]
+    logits = engine.logits(ids).astype(np.float64)
+    logits -= logits.max(axis=1, keepdims=True)
+    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    return [float(logprobs[len(context) - 1 + i, token]) for i, token in enumerate(tail)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("normalize", ["sum", "pmi"])
+def test_one_pass_is_each_alone(fixtures: Path, name: str, normalize: str) -> None:
+    with Engine.open(fixtures / "exact" / f"{name}-f16.gguf", backend="cpu") as engine:
+        steps: list[Step] = []
+        run = engine._executor.score
+        engine._executor.score = lambda step, targets: (steps.append(step), run(step, targets))[1]  # type: ignore[method-assign]
+        prompt = "once more"
+        result = engine.score(prompt, CANDIDATES, normalize=normalize)
+        assert len(steps) == result.passes == 1
+        # Common beginnings are computed once, last tokens not at all.
+        assert len(steps[0].tokens) < result.prompt_tokens + sum(len(c.tokens) for c in result.candidates)
+        ids = engine.tokenizer.encode(prompt, bos=engine.tokenizer.add_bos)
+        context = ids[: result.prompt_tokens]
+        for candidate in result.candidates:
+            expected = alone(engine, context, candidate.tokens)
+            assert np.abs(np.subtract(candidate.token_logprobs, expected)).max() <= 1e-4
+            assert candidate.logprob == pytest.approx(sum(candidate.token_logprobs))
+            if normalize == "pmi":
+                neutral = alone(engine, [engine._neutral()], candidate.tokens)
+                assert candidate.neutral_logprob == pytest.approx(sum(neutral), abs=1e-4)
+                assert candidate.score == pytest.approx(candidate.logprob - sum(neutral), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen35", "deepseek3"])
+def test_scoring_leaves_the_prompts_state(fixtures: Path, name: str) -> None:
+    with Engine.open(fixtures / "exact" / f"{name}-f16.gguf", backend="cpu") as engine:
+        result = engine.score("once more", CANDIDATES)
+        context = engine.tokenizer.encode("once more", bos=engine.tokenizer.add_bos)[: result.prompt_tokens]
+        assert engine._executor.n_past == len(context)
+        engine._executor.forward(Step.text([20], len(context), [0]))
+        after = engine._executor.logits()[0]
+        expected = engine.logits([*context, 20])[-1]
+        assert np.linalg.norm(after - expected) <= 1e-5 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen35", "deepseek3"])
+def test_more_passes_say_the_same(fixtures: Path, name: str) -> None:
+    with Engine.open(fixtures / "exact" / f"{name}-f16.gguf", backend="cpu") as engine:
+        one = engine.score("once more and again", CANDIDATES, normalize="pmi")
+        engine._executor.step_limit = lambda n_past: 4  # type: ignore[method-assign]
+        many = engine.score("once more and again", CANDIDATES, normalize="pmi")
+        assert many.passes > one.passes == 1
+        for a, b in zip(one.candidates, many.candidates, strict=True):
+            assert np.abs(np.subtract(a.token_logprobs, b.token_logprobs)).max() <= 1e-4
+            assert a.score == pytest.approx(b.score, abs=1e-4)
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=12), st.integers(1, 30))
+@settings(max_examples=300, deadline=None)
+def test_passes_spell_every_candidate(candidates: list[list[int]], limit: int) -> None:
+    """Walking a row's parents upwards spells the context and the candidate's tokens before the target."""
+    context = [9, 8, 7]
+    seen: set[tuple[int, int, bool]] = set()
+    state = 1  # tokens of the context that the state already holds
+    for step, targets, places in scoring.passes(context, candidates, 5, state, limit):
+        assert list(step.rows) == sorted(set(step.rows)) and step.rows[0] >= 0
+        assert len(step.tokens) <= max(limit, len(context) - state + 2 * 6)
+        assert all(parent < i for i, parent in enumerate(step.parents))
+        for row, row_targets, row_places in zip(step.rows, targets, places, strict=True):
+            for target, wanted in zip(row_targets, row_places, strict=True):
+                for i, at, is_neutral in wanted:
+                    path, node = [], row
+                    while node >= 0:
+                        path.append(step.tokens[node])
+                        assert step.positions[node] == step.positions[row] - len(path) + 1
+                        node = step.parents[node]
+                    before = [*candidates[i][:at]]
+                    if is_neutral:
+                        assert node == PARENT_NONE and path[::-1] == [5, *before]
+                    else:
+                        assert path[::-1] == [*context[state:], *before]
+                    assert target == candidates[i][at]
+                    assert (i, at, is_neutral) not in seen
+                    seen.add((i, at, is_neutral))
+        state = len(context)
+    assert seen == {(i, at, side) for i, c in enumerate(candidates) for at in range(len(c)) for side in (False, True)}
+
+
+def test_numbers_follow_from_the_sums() -> None:
+    found = [
+        scoring.Scored("x", (1,), 2, [np.log(0.5)], [np.log(0.25)]),
+        scoring.Scored("y", (1, 2), 8, [np.log(0.5), np.log(0.5)], [np.log(0.5), np.log(0.125)]),
+    ]
+    by = {
+        rule: scoring.scores(found, rule, 1.0, prompt_tokens=1, healed=0, passes=1) for rule in scoring.NORMALISATIONS
+    }
+    assert [c.probability for c in by["sum"].candidates] == pytest.approx([2 / 3, 1 / 3])
+    assert by["sum"].entropy_bits == pytest.approx(0.9182958340544896)
+    assert by["sum"].margin == pytest.approx(1 / 3)
+    assert [c.score for c in by["mean"].candidates] == pytest.approx([np.log(0.5)] * 2)
+    assert by["mean"].entropy_bits == pytest.approx(1.0)
+    assert [c.score for c in by["byte"].candidates] == pytest.approx([np.log(0.5) / 2, np.log(0.25) / 8])
+    assert [c.score for c in by["pmi"].candidates] == pytest.approx([np.log(2), np.log(4)])
+    assert by["pmi"].best.text == "y"
+    half = scoring.scores(found, "sum", 0.5, prompt_tokens=1, healed=0, passes=1)
+    assert [c.probability for c in half.candidates] == pytest.approx([0.8, 0.2])
+
+
+def test_bad_requests(fixtures: Path) -> None:
+    with Engine.open(fixtures / "exact" / "llama-f16.gguf", backend="cpu", context=64) as engine:
+        with pytest.raises(InvalidRequestError, match="candidate 1 is empty"):
+            engine.score("x", ["a", ""])
+        with pytest.raises(InvalidRequestError, match="no candidates"):
+            engine.score("x", [])
+        with pytest.raises(InvalidRequestError, match="normalize"):
+            engine.score("x", ["a"], normalize="median")
+        for temperature in (0.0, -1.0, float("nan"), float("inf")):
+            with pytest.raises(InvalidRequestError, match="temperature"):
+                engine.score("x", ["a"], temperature=temperature)
+        with pytest.raises(InvalidRequestError, match="4097"):
+            engine.score("x", ["a"] * 4097)
+        with pytest.raises(ContextOverflowError):
+            engine.score("x", ["word " * 100])
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("normalize", scoring.NORMALISATIONS)
+def test_demo_model_knows_the_capital(smollm2: Path, normalize: str) -> None:
+    with Engine.open(smollm2, backend="cpu") as engine:
+        result = engine.score("The capital of France is", [" London", " Paris", " Berlin"], normalize=normalize)
+        assert result.best.text == " Paris"
+        assert sum(c.probability for c in result.candidates) == pytest.approx(1.0)
+
+
+@pytest.mark.model
+def test_border_inside_a_token(smollm2: Path) -> None:
+    """The prompt's last space and the candidate's first word are one token: it is scored as the model knows it."""
+    with Engine.open(smollm2, backend="cpu") as engine:
+        clean = engine.score("The capital of France is", [" Paris", " Berlin"])
+        split = engine.score("The capital of France is ", ["Paris", "Berlin"])
+        assert (clean.healed, split.healed) == (0, 1)
+        for a, b in zip(clean.candidates, split.candidates, strict=True):
+            assert a.tokens == b.tokens
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-5)

@@ -9,9 +9,9 @@ A file is, little-endian throughout:
     padding to `general.alignment`, then the data section
 
 Every count, length and offset is compared with the size of the file before anything follows from it, so a damaged file
-costs no more time or memory than its size allows (a small constant times its bytes) and ends in a `ModelFileError` that
-names the key or tensor. What is sound but not done here (big-endian, version 1, nested arrays, retired tensor types)
-is an `UnsupportedModelError`.
+costs no more time or memory than its size allows (measured: up to 15 times its bytes, all of it small objects) and ends
+in a `ModelFileError` that names the key or tensor. What is sound but not done here (big-endian, version 1, nested
+arrays, retired tensor types) is an `UnsupportedModelError`.
 """
 
 import mmap

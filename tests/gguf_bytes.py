@@ -4,10 +4,15 @@ Written from the format's description alone; shares nothing with the package.
 """
 
 import struct
+from pathlib import Path
 from typing import Any
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 CODES = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", BOOL: "?", U64: "Q", I64: "q", F64: "d"}
+
+# ids of the types that exist and no file may have: retired, or for activations only
+REFUSED = {4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"}
+REFUSED |= {36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"}
 
 
 def string(text: str | bytes) -> bytes:
@@ -53,6 +58,11 @@ def build(
     )
     head += b"".join(entries) + b"".join(tensors)
     return head + bytes(-len(head) % alignment) + data if data else head
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
 
 
 def read_plainly(buffer: bytes) -> tuple[dict[str, Any], dict[str, tuple[int, list[int], int]]]:

@@ -24,7 +24,8 @@ _HINTS = {
 }
 _EXIT_CODES = """\
 exit codes: 0 done, 1 internal error or failed check, 2 usage, 3 model file, 4 unsupported model, 5 device,
-6 out of memory, 7 context overflow, 11 input or output, 124 deadline; 130, 141, 143 by signal"""
+6 out of memory, 7 context overflow, 10 below the asked confidence, 11 input or output, 124 deadline;
+130, 141, 143 by signal"""
 
 
 def main(argv: list[str]) -> int:
@@ -116,9 +117,7 @@ def _overview() -> str:
 
 def _run_arguments(parser: ArgumentParser) -> None:
     _model(parser)
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; - reads standard input")
-    parser.add_argument("-p", "--prompt", dest="prompt_option", metavar="TEXT", help="the prompt, as an option")
-    parser.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file")
+    _prompt(parser)
     parser.add_argument("-n", "--max-tokens", type=int, default=128, metavar="N", help="tokens at most (128)")
     _backend(parser)
     _sampling(parser)
@@ -127,6 +126,39 @@ def _run_arguments(parser: ArgumentParser) -> None:
         "--deadline", type=int, metavar="MS", help="stop after so many milliseconds, with exit code 124"
     )
     parser.add_argument("--timings", action="store_true", help="print the phases and their milliseconds to stderr")
+    parser.add_argument("-v", "--verbose", action="store_true", help="say on stderr what is done")
+
+
+def _system1_arguments(parser: ArgumentParser) -> None:
+    _model(parser)
+    _prompt(parser)
+    parser.add_argument(
+        "-a", "--candidate", action="append", default=[], metavar="TEXT", help="a continuation to score (repeatable)"
+    )
+    parser.add_argument(
+        "--candidates-file", metavar="FILE", help="more of them: one a line, or a JSON array; - is standard input"
+    )
+    parser.add_argument(
+        "--normalize", choices=("sum", "mean", "byte", "pmi"), default="sum", help="what is compared (sum)"
+    )
+    parser.add_argument(
+        "--temp",
+        "--temperature",
+        dest="temperature",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="of the softmax over the candidates (1)",
+    )
+    parser.add_argument("--join", default="", metavar="TEXT", help="stands between prompt and candidate (nothing)")
+    parser.add_argument("--end", action="store_true", help="score the end of the turn behind each candidate, too")
+    parser.add_argument("--best", action="store_true", help="print the likeliest candidate and nothing else")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument(
+        "--min-confidence", type=float, metavar="P", help="exit with code 10 if the likeliest has less than this"
+    )
+    _backend(parser)
+    _chat(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="say on stderr what is done")
 
 
@@ -146,6 +178,12 @@ def _inspect_arguments(parser: ArgumentParser) -> None:
 
 def _model(parser: ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a .gguf file, or smollm2 for the installed demo model")
+
+
+def _prompt(parser: ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; - reads standard input")
+    parser.add_argument("-p", "--prompt", dest="prompt_option", metavar="TEXT", help="the prompt, as an option")
+    parser.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file")
 
 
 def _backend(parser: ArgumentParser) -> None:
@@ -196,6 +234,12 @@ def _run(arguments: Namespace) -> int:
     from reflex_ipc import run
 
     return run.run(arguments)
+
+
+def _system1(arguments: Namespace) -> int:
+    from reflex_ipc import system1
+
+    return system1.run(arguments)
 
 
 def _tokenize(arguments: Namespace) -> int:
@@ -262,6 +306,7 @@ def _inspect(arguments: Namespace) -> int:
 Command: TypeAlias = tuple[str, Callable[[ArgumentParser], None], Callable[[Namespace], int]]
 COMMANDS: dict[str, Command] = {
     "run": ("continue a prompt; the text goes to stdout", _run_arguments, _run),
+    "system1": ("score candidate continuations in one pass", _system1_arguments, _system1),
     "tokenize": ("show the tokens of a text", _tokenize_arguments, _tokenize),
     "inspect": ("show what is in a model file and what a run needs", _inspect_arguments, _inspect),
 }

@@ -286,12 +286,14 @@ class Engine:
         found = [
             scoring.Scored(text, tuple(ids), sum(len(self._bytes(i)) for i in ids), values, before)
             for text, ids, values, before in zip(
-                candidates, tails, logprobs, neutral_logprobs if neutral is not None else [None] * len(tails), strict=True
+                candidates,
+                tails,
+                logprobs,
+                neutral_logprobs if neutral is not None else [None] * len(tails),
+                strict=True,
             )
         ]
-        return scoring.scores(
-            found, normalize, temperature, prompt_tokens=len(context), healed=healed, passes=n_passes
-        )
+        return scoring.scores(found, normalize, temperature, prompt_tokens=len(context), healed=healed, passes=n_passes)
 
     def _split(
         self,
@@ -306,7 +308,9 @@ class Engine:
 
         tokenizer = self.tokenizer
         if isinstance(prompt, str):
-            texts = [tokenizer.encode(prompt + tail, bos=tokenizer.add_bos) for tail in ("", *(join + c for c in candidates))]
+            texts = [
+                tokenizer.encode(prompt + tail, bos=tokenizer.add_bos) for tail in ("", *(join + c for c in candidates))
+            ]
         else:
             parts = self.template.render(list(prompt), arguments=arguments).parts
             texts = [tokenizer.encode_parts(parts)]
@@ -330,7 +334,7 @@ class Engine:
         raise InvalidRequestError("the file names no token that begins or ends a text, so nothing can come before")
 
     def _bytes(self, token: int) -> bytes:
-        """What a token adds to the text; the padding rows of an output matrix are beyond the vocabulary and add none."""
+        """What a token adds to the text; a padding row of the output matrix, beyond the vocabulary, adds nothing."""
         return self.tokenizer.token_bytes(token) if token < self.tokenizer.n_vocab else b""
 
     def _begin(self, n_tokens: int) -> None:

@@ -29,7 +29,7 @@ def run(arguments: Namespace) -> int:
     began = time.monotonic()
     # Whatever the arguments themselves get wrong is said before a model is opened.
     sampling = _sampling(arguments)
-    prompt = _prompt(arguments)
+    prompt = prompt_or_messages(arguments)
     path = model_path(arguments.model)
     deadline = began + arguments.deadline / 1e3 if arguments.deadline is not None else None
 
@@ -38,9 +38,9 @@ def run(arguments: Namespace) -> int:
 
     with Engine.open(path, backend=arguments.backend, context=arguments.context, threads=arguments.threads) as engine:
         if arguments.verbose:
-            _say(f"{path}: {engine.plan.arch}, {engine.plan.n_layer} layers, backend {engine.backend}")
+            say(f"{path}: {engine.plan.arch}, {engine.plan.n_layer} layers, backend {engine.backend}")
         generation = engine.generate(
-            prompt if isinstance(prompt, str) else _chat(engine, prompt, arguments.no_thinking),
+            prompt if isinstance(prompt, str) else _chat(engine, prompt, template_arguments(arguments)),
             max_tokens=arguments.max_tokens,
             sampling=sampling,
             stop=arguments.stop,
@@ -54,10 +54,10 @@ def run(arguments: Namespace) -> int:
         if os.isatty(1) and not last.endswith("\n"):
             write("\n")
         if generation.finish_reason == "context":
-            _say(f"the context of {engine.n_ctx} tokens is full")
+            say(f"the context of {engine.n_ctx} tokens is full")
         if arguments.verbose:
             seed = "" if generation.seed is None else f", seed {generation.seed}"
-            _say(
+            say(
                 f"{generation.prompt_tokens} tokens of prompt, {generation.completion_tokens} of answer, "
                 f"ended by {generation.finish_reason}{seed}"
             )
@@ -68,10 +68,14 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _chat(engine: Engine, messages: list[dict[str, Any]], no_thinking: bool) -> list[int]:
+def _chat(engine: Engine, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> list[int]:
     if engine.template.is_fallback:
-        _say("the file has no chat template; ChatML is used")
-    return engine.chat(messages, {"enable_thinking": False} if no_thinking else None)
+        say("the file has no chat template; ChatML is used")
+    return engine.chat(messages, arguments)
+
+
+def template_arguments(arguments: Namespace) -> dict[str, Any]:
+    return {"enable_thinking": False} if arguments.no_thinking else {}
 
 
 def _sampling(arguments: Namespace) -> Sampling:
@@ -81,7 +85,7 @@ def _sampling(arguments: Namespace) -> Sampling:
     return Sampling(**given)
 
 
-def _prompt(arguments: Namespace) -> str | list[dict[str, Any]]:
+def prompt_or_messages(arguments: Namespace) -> str | list[dict[str, Any]]:
     """A text to continue, or the messages of a chat."""
     text = (arguments.prompt, arguments.prompt_option, arguments.file)
     chat = arguments.chat or arguments.system is not None or arguments.messages is not None
@@ -160,7 +164,8 @@ def write(text: str) -> None:
             raise InputOutputError(f"writing to standard output failed: {error.strerror}") from error
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """A remark for a person, on stderr."""
     sys.stderr.write(f"reflex: {text}\n")
 
 

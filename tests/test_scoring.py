@@ -1,5 +1,6 @@
 """Scoring against the plain way: every candidate alone, a softmax in float64 over the logits of the whole text."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -172,3 +173,17 @@ def test_border_inside_a_token(smollm2: Path) -> None:
         for a, b in zip(clean.candidates, split.candidates, strict=True):
             assert a.tokens == b.tokens
             assert a.logprob == pytest.approx(b.logprob, abs=1e-5)
+
+
+@pytest.mark.model
+def test_choices_equal_an_independent_computation(smollm2: Path) -> None:
+    """Tokens of llama.cpp, log-probabilities of transformers in float64: `fixtures/make_choices.py`."""
+    items = json.loads((Path(__file__).parent / "fixtures" / "smollm2_choices.json").read_text())
+    assert len(items) >= 30
+    with Engine.open(smollm2, backend="cpu") as engine:
+        for item in items:
+            result = engine.score(item["prompt"], [choice["text"] for choice in item["choices"]])
+            for candidate, choice in zip(result.candidates, item["choices"], strict=True):
+                assert list(candidate.tokens) == choice["tokens"]
+                assert np.abs(np.subtract(candidate.token_logprobs, choice["logprobs"])).max() <= 1e-4
+                assert candidate.logprob == pytest.approx(sum(choice["logprobs"]), abs=2e-4)

@@ -13,6 +13,7 @@ from reflex_ipc.errors import InvalidRequestError, ModelFileError
 
 _NO_RANK = 1 << 62
 _FEW = 20_000  # candidate merges up to which looking for them beats making the dictionaries (bench/tokenizer.py)
+_FIRST_BLOCK = 1 << 12  # strings searched before anything is decided by them
 _CACHED_PIECES = 1 << 16
 _CACHED_LENGTH = 64  # characters; longer pieces do not come back
 
@@ -232,7 +233,7 @@ def _symbols(piece: str) -> list[bytes]:
 
 def _blocks(strings: list[bytes]) -> Iterator[tuple[int, list[bytes]]]:
     """A list in growing blocks, each with its place."""
-    first, size = 0, 1 << 12
+    first, size = 0, _FIRST_BLOCK
     while first < len(strings):
         yield first, strings[first : first + size]
         first += size

@@ -141,6 +141,10 @@ class Tokenizer:
     def is_control(self, id: int) -> bool:
         return self._types[self._checked(id)] == _CONTROL
 
+    def check(self) -> None:
+        """Looks at all tokens and merges, as `encode` does not for a first short text. Raises ModelFileError."""
+        self._pairs.prepare()
+
     def decoder(self, special: bool = False) -> "Decoder":
         """For ids that come one by one."""
         return Decoder(self, special)

@@ -6,10 +6,16 @@ list has to be decoded first.
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise, repeat
+
+from reflex_ipc.errors import InvalidRequestError, ModelFileError
 
 _NO_RANK = 1 << 62
+_FEW = 20_000  # candidate merges up to which looking for them beats making the dictionaries (bench/tokenizer.py)
+_FIRST_BLOCK = 1 << 12  # strings searched before anything is decided by them
+_CACHED_PIECES = 1 << 16
+_CACHED_LENGTH = 64  # characters; longer pieces do not come back
 
 
 def _letters() -> list[str]:
@@ -65,11 +71,6 @@ def merge(symbols: Sequence[bytes], ranks: Mapping[bytes, int]) -> list[bytes]:
     return [symbol for symbol in left if symbol]
 
 
-def n_candidates(n: int) -> int:
-    """An upper bound of `len(candidates(symbols))` for n symbols: the ways to choose three borders in order."""
-    return (n + 1) * n * (n - 1) // 6
-
-
 def candidates(symbols: Sequence[bytes]) -> set[bytes]:
     """Every merge that merging these symbols could ask for: of any two neighbouring stretches of them."""
     text = b"".join(symbols)
@@ -82,3 +83,158 @@ def candidates(symbols: Sequence[bytes]) -> set[bytes]:
         for first in borders[:m]
         for last in borders[m + 1 :]
     }
+
+
+def n_candidates(n: int) -> int:
+    """An upper bound of `len(candidates(symbols))` for n symbols: the ways to choose three borders in order."""
+    return (n + 1) * n * (n - 1) // 6
+
+
+class BytePairs:
+    """The tokens and merges of a file, and with them pieces of text to ids.
+
+    A cold start has one short prompt to encode. Its pieces can ask for some hundred merges at most, so those are looked
+    for in the file's list, from the front, where the frequent ones are, as far as is needed; then the tokens likewise.
+    Dictionaries of both lists are made for a long text, or when a second one comes. With them, a list that makes no
+    sense is refused: equal tokens, a merge that is not two symbols. (Until then the first of equal tokens counts.)
+    """
+
+    __slots__ = ("_cache", "_ids", "_ignore_merges", "_merges", "_path", "_ranks", "_searched", "_tokens", "dropped")
+
+    def __init__(self, path: str, tokens: list[bytes], merges: list[bytes], ignore_merges: bool) -> None:
+        self._path = path  # for messages
+        self._tokens = tokens
+        self._merges = merges
+        self._ignore_merges = ignore_merges
+        self._ids: dict[bytes, int] = {}  # of all tokens, once made
+        self._ranks: dict[bytes, int] = {}  # of all merges, once made
+        self._searched = False
+        self._cache: dict[str, list[int]] = {}
+        self.dropped: set[int] = set()
+        """The bytes that no token of the file has and that were lost from a text; so other engines do too."""
+
+    def encode(self, pieces: Iterable[str | int]) -> list[int]:
+        """The ids of all pieces; what is an id already stays one. Raises InvalidRequestError for half a character."""
+        pieces = list(pieces)
+        cache = self._cache
+        new = {piece: _symbols(piece) for piece in pieces if isinstance(piece, str) and piece not in cache}
+        if new:
+            cache.update(self._encode_new(new))
+        ids: list[int] = []
+        for piece in pieces:
+            if isinstance(piece, int):
+                ids.append(piece)
+            else:
+                ids += cache[piece]
+        if len(cache) > _CACHED_PIECES:
+            cache.clear()
+        else:
+            for piece in new:
+                if len(piece) > _CACHED_LENGTH:
+                    del cache[piece]
+        return ids
+
+    def prepare(self) -> None:
+        """Makes the dictionaries. Raises ModelFileError."""
+        if self._ids:
+            return
+        tokens, merges = self._tokens, self._merges
+        ids = dict(zip(tokens, range(len(tokens)), strict=True))
+        if len(ids) < len(tokens):
+            i = next(i for i, token in enumerate(tokens) if ids[token] != i)
+            j = ids[tokens[i]]
+            raise ModelFileError(
+                f"{self._path}: key 'tokenizer.ggml.tokens': entries {i} and {j} are both {tokens[i][:64]!r}"
+            )
+        if min(map(bytes.find, merges, repeat(b" "), repeat(1)), default=1) < 0:
+            i = next(i for i, merge in enumerate(merges) if merge.find(b" ", 1) < 0)
+            raise ModelFileError(
+                f"{self._path}: key 'tokenizer.ggml.merges': entry {i} is {merges[i][:64]!r}, not two symbols with a "
+                "space between"
+            )
+        # Of equal merges the first counts, hence backwards.
+        self._ranks = dict(zip(reversed(merges), range(len(merges) - 1, -1, -1), strict=True))
+        self._ids = ids
+
+    def _encode_new(self, pieces: dict[str, list[bytes]]) -> dict[str, list[int]]:
+        few = sum(n_candidates(len(symbols)) for symbols in pieces.values()) <= _FEW
+        if not self._ids and few and not self._searched:
+            self._searched = True
+            return self._search(pieces)
+        self.prepare()
+        found, ranks = self._ids, self._ranks
+        whole = self._whole(pieces, found) if self._ignore_merges else {}
+        return whole | {
+            piece: self._symbol_ids(merge(symbols, ranks), found)
+            for piece, symbols in pieces.items()
+            if piece not in whole
+        }
+
+    def _search(self, pieces: dict[str, list[bytes]]) -> dict[str, list[int]]:
+        """`_encode_new` without the dictionaries.
+
+        Merging with the first n merges only is how merging with all of them begins; a piece that is one symbol by then
+        is done, and the rest of the list matters to the others alone.
+        """
+        whole: dict[str, list[int]] = {}
+        if self._ignore_merges:
+            whole = self._whole(pieces, self._find({b"".join(symbols) for symbols in pieces.values()}))
+        merged = {piece: symbols for piece, symbols in pieces.items() if piece not in whole}
+        ranks: dict[bytes, int] = {}
+        for first, block in _blocks(self._merges):
+            unfinished = [piece for piece, symbols in merged.items() if len(symbols) > 1]
+            wanted = {candidate for piece in unfinished for candidate in candidates(merged[piece])}
+            if not wanted:
+                break
+            for rank, text in [(rank, text) for rank, text in enumerate(block, first) if text in wanted]:
+                ranks.setdefault(text, rank)
+            for piece in unfinished:
+                merged[piece] = merge(merged[piece], ranks)
+        found = self._find({symbol for symbols in merged.values() for symbol in symbols})
+        return whole | {piece: self._symbol_ids(symbols, found) for piece, symbols in merged.items()}
+
+    def _find(self, wanted: set[bytes]) -> dict[bytes, int]:
+        """The ids of those of `wanted` that are tokens."""
+        found: dict[bytes, int] = {}
+        for first, block in _blocks(self._tokens):
+            for id, text in [(id, text) for id, text in enumerate(block, first) if text in wanted]:
+                found.setdefault(text, id)
+            if len(found) == len(wanted):
+                break
+        return found
+
+    def _whole(self, pieces: dict[str, list[bytes]], found: Mapping[bytes, int]) -> dict[str, list[int]]:
+        """The pieces that are tokens as they are."""
+        texts = {piece: b"".join(symbols) for piece, symbols in pieces.items()}
+        return {piece: [found[text]] for piece, text in texts.items() if text in found}
+
+    def _symbol_ids(self, symbols: Iterable[bytes], found: Mapping[bytes, int]) -> list[int]:
+        """The ids of symbols. One that is no token becomes the tokens of its bytes; a byte without a token is lost."""
+        ids = []
+        for symbol in symbols:
+            if symbol in found:
+                ids.append(found[symbol])
+                continue
+            letters = [letter.encode() for letter in symbol.decode()]
+            single = self._ids or self._find(set(letters))
+            ids += [single[letter] for letter in letters if letter in single]
+            self.dropped.update(BYTES[letter.decode()] for letter in letters if letter not in single)
+        return ids
+
+
+def _symbols(piece: str) -> list[bytes]:
+    try:
+        return [SYMBOLS[byte] for byte in piece.encode()]
+    except UnicodeEncodeError as error:
+        code = ord(piece[error.start])
+        message = f"the text holds U+{code:04X}, half of a surrogate pair, which is no character"
+        raise InvalidRequestError(message) from None
+
+
+def _blocks(strings: list[bytes]) -> Iterator[tuple[int, list[bytes]]]:
+    """A list in growing blocks, each with its place."""
+    first, size = 0, _FIRST_BLOCK
+    while first < len(strings):
+        yield first, strings[first : first + size]
+        first += size
+        size *= 2

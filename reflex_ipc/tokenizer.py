@@ -2,15 +2,12 @@
 
     text -> control tokens cut out -> NFC, where the models do that -> pieces (pretokenize.py) -> merges (bpe.py) -> ids
 
-A cold start encodes one short prompt, so nothing is built that it does not need: its pieces can ask for a few thousand
-merges at most, and those are picked out of the file's list in one pass. The dictionaries of all tokens and merges are
-built for a long text, or when a second one comes.
+Nothing here needs NumPy or a regular expression library, and ASCII text needs no table of Unicode.
 """
 
 import codecs
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Iterable, Iterator, Sequence
 
 from reflex_ipc import bpe
 from reflex_ipc.errors import InvalidRequestError, ModelFileError, UnsupportedModelError
@@ -35,10 +32,6 @@ _END_KEYS = {  # what ends an answer by its key, or else by these texts
     "fim_sep": "<|file_sep|>",
 }
 
-_FEW = 20_000  # candidate merges up to which picking them out beats building the dictionary (bench/tokenizer.py)
-_CACHED_PIECES = 1 << 16
-_CACHED_LENGTH = 64  # characters; longer pieces do not come back
-
 _Specials = Sequence[tuple[str, int]]
 
 
@@ -50,16 +43,13 @@ class Tokenizer:
     """
 
     __slots__ = (
-        "_cache",
-        "_dropped",
-        "_merges",
+        "_pairs",
         "_path",
         "_rules",
         "_special",
         "_splitter",
         "_tokens",
         "_types",
-        "_used",
         "_user_defined",
         "add_bos",
         "add_eos",
@@ -90,9 +80,9 @@ class Tokenizer:
                 f"{self._path}: key 'tokenizer.ggml.model' is {model!r}; only 'gpt2' (byte-level BPE) is supported"
             )
         self._read_pre(file)
-        self._tokens = _Tokens(file, "tokenizer.ggml.tokens")
-        self._merges = _Merges(file, "tokenizer.ggml.merges")
-        self.n_vocab, self.n_merges = len(self._tokens), len(self._merges)
+        self._tokens = file.strings("tokenizer.ggml.tokens")
+        merges = file.strings("tokenizer.ggml.merges")
+        self.n_vocab, self.n_merges = len(self._tokens), len(merges)
         self._types = self._read_types(file)
         self.bos = self._read_id(file, "bos")
         self.eos = self._read_id(file, "eos")
@@ -102,10 +92,8 @@ class Tokenizer:
         self._special = self._read_specials()
         self.eog = self._read_end(file)
         self._user_defined = [(text, id) for text, id in self._special if self._types[id] == _USER_DEFINED]
-        self._splitter: Splitter | None = None
-        self._used = False
-        self._cache: dict[str, list[int]] = {}
-        self._dropped: set[int] = set()
+        self._splitter = Splitter(self._rules.rules)
+        self._pairs = bpe.BytePairs(self._path, self._tokens.raw, merges.raw, self._rules.ignore_merges)
 
     def encode(self, text: str, special: bool = True, bos: bool | None = None) -> list[int]:
         """The ids of a text.
@@ -138,7 +126,7 @@ class Tokenizer:
     def token_bytes(self, id: int, special: bool = False) -> bytes:
         """What one token adds to the text. Raises InvalidRequestError for an id the vocabulary does not have."""
         kind = self._types[self._checked(id)]
-        text = self._tokens.strings.raw[id]
+        text = self._tokens.raw[id]
         if kind in (_CONTROL, _UNKNOWN):
             return text if special else b""
         if kind == _UNUSED:
@@ -152,6 +140,10 @@ class Tokenizer:
 
     def is_control(self, id: int) -> bool:
         return self._types[self._checked(id)] == _CONTROL
+
+    def check(self) -> None:
+        """Looks at all tokens and merges, as `encode` does not for a first short text. Raises ModelFileError."""
+        self._pairs.prepare()
 
     def decoder(self, special: bool = False) -> "Decoder":
         """For ids that come one by one."""
@@ -212,13 +204,13 @@ class Tokenizer:
 
     def _read_specials(self) -> _Specials:
         """What is cut out of a text before anything else, the longest first."""
-        raw = self._tokens.strings.raw
+        raw = self._tokens.raw
         specials = []
         for kind in (_UNKNOWN, _CONTROL, _USER_DEFINED):
             id = self._types.find(kind)
             while id >= 0:
                 if raw[id]:
-                    specials.append((self._tokens.strings[id], id))
+                    specials.append((self._tokens[id], id))
                 id = self._types.find(kind, id + 1)
         specials.sort(key=lambda special: len(raw[special[1]]), reverse=True)
         return specials
@@ -244,65 +236,18 @@ class Tokenizer:
         return frozenset(end)
 
     def _encode(self, parts: Iterable[tuple[str, _Specials]]) -> list[int]:
-        if self._splitter is None:
-            self._splitter = Splitter(self._rules.rules)
+        splitter, normalise = self._splitter, self._rules.nfc
         pieces: list[str | int] = []
         for run in _runs(parts):
             if isinstance(run, int):
                 pieces.append(run)
             else:
-                pieces += self._splitter.split(nfc(run) if self._rules.nfc else run)
-        cache = self._cache
-        new = {piece for piece in pieces if isinstance(piece, str) and piece not in cache}
-        if new:
-            cache.update(self._encode_pieces(new))
-        ids: list[int] = []
-        for piece in pieces:
-            if isinstance(piece, int):
-                ids.append(piece)
-            else:
-                ids += cache[piece]
-        if len(cache) > _CACHED_PIECES:
-            cache.clear()
-        else:
-            for piece in new:
-                if len(piece) > _CACHED_LENGTH:
-                    del cache[piece]
-        return ids
-
-    def _encode_pieces(self, pieces: Iterable[str]) -> dict[str, list[int]]:
-        """The ids of each piece."""
-        todo = {piece: [bpe.SYMBOLS[byte] for byte in _utf8(piece)] for piece in pieces}
-        few = not self._used and sum(bpe.n_candidates(len(symbols)) for symbols in todo.values()) <= _FEW
-        self._used = True
-        done: dict[str, list[int]] = {}
-        if self._rules.ignore_merges:
-            whole = {piece: b"".join(symbols) for piece, symbols in todo.items()}
-            found = self._tokens.find(set(whole.values()) if few else None)
-            done = {piece: [found[text]] for piece, text in whole.items() if text in found}
-            todo = {piece: symbols for piece, symbols in todo.items() if piece not in done}
-        ranks = self._merges.find({c for symbols in todo.values() for c in bpe.candidates(symbols)} if few else None)
-        merged = {piece: bpe.merge(symbols, ranks) for piece, symbols in todo.items()}
-        letters = (symbol for symbols in todo.values() for symbol in symbols)
-        found = self._tokens.find({s for symbols in merged.values() for s in symbols}.union(letters) if few else None)
-        for piece, symbols in merged.items():
-            done[piece] = [id for symbol in symbols for id in self._symbol_ids(symbol, found)]
-        return done
-
-    def _symbol_ids(self, symbol: bytes, found: Mapping[bytes, int]) -> Sequence[int]:
-        """The id of a symbol; if it is no token, those of its bytes. A byte without a token is lost, with a warning."""
-        id = found.get(symbol)
-        if id is not None:
-            return (id,)
-        ids = []
-        for letter in symbol.decode():
-            id = found.get(letter.encode())
-            if id is not None:
-                ids.append(id)
-            elif bpe.BYTES[letter] not in self._dropped:
-                byte = bpe.BYTES[letter]
-                self._dropped.add(byte)
-                self.warnings.append(f"{self._path}: no token for byte {byte:#04x}: it is dropped from the text")
+                pieces += splitter.split(nfc(run) if normalise else run)
+        lost = len(self._pairs.dropped)
+        ids = self._pairs.encode(pieces)
+        if len(self._pairs.dropped) > lost:
+            bytes_ = " ".join(f"{byte:02x}" for byte in sorted(self._pairs.dropped))
+            self.warnings.append(f"{self._path}: the vocabulary has no token for these bytes; they are lost: {bytes_}")
         return ids
 
 
@@ -328,69 +273,6 @@ class Decoder:
     def finish(self) -> str:
         """What is pending, as U+FFFD."""
         return self._utf8.decode(b"", final=True)
-
-
-class _Table:
-    """Where strings stand in one of the file's long lists."""
-
-    __slots__ = ("_all", "_what", "strings")
-
-    def __init__(self, file: GGUF, key: str) -> None:
-        self._what = f"{file.path}: key {key!r}"
-        self._all: dict[bytes, int] | None = None
-        self.strings = file.strings(key)
-
-    def __len__(self) -> int:
-        return len(self.strings)
-
-    def find(self, wanted: set[bytes] | None) -> dict[bytes, int]:
-        """The places of those of `wanted` that are there, or of more; None wants all. Of equals, the first counts."""
-        if self._all is not None:
-            return self._all
-        raw = self.strings.raw
-        if wanted is not None:
-            hits = [(text, i) for i, text in enumerate(raw) if text in wanted]
-            found = dict(reversed(hits))
-            self._check(found, len(hits))
-        else:
-            found = dict(zip(reversed(raw), range(len(raw) - 1, -1, -1), strict=True))
-            self._check(found, len(raw))
-            self._all = found
-        return found
-
-    def _check(self, found: dict[bytes, int], n: int) -> None:
-        """Refuses a list that makes no sense. `found` was made of n of its strings."""
-        raise NotImplementedError
-
-
-class _Tokens(_Table):
-    __slots__ = ()
-
-    def _check(self, found: dict[bytes, int], n: int) -> None:
-        if len(found) < n:
-            i, text = next((i, text) for i, text in enumerate(self.strings.raw) if found.get(text, i) != i)
-            raise ModelFileError(f"{self._what}: entries {found[text]} and {i} are the same token, {text[:64]!r}")
-
-
-class _Merges(_Table):
-    __slots__ = ()
-
-    def _check(self, found: dict[bytes, int], n: int) -> None:
-        raw = self.strings.raw
-        # Merges without a space are never found by a search, so a search need not pay for looking at all.
-        if n == len(raw) and min(map(bytes.find, raw, repeat(b" "), repeat(1)), default=1) < 0:
-            i = next(i for i, text in enumerate(raw) if text.find(b" ", 1) < 0)
-            raise ModelFileError(f"{self._what}: entry {i}, {raw[i][:64]!r}, is not two symbols with a space between")
-
-
-def _utf8(piece: str) -> bytes:
-    try:
-        return piece.encode()
-    except UnicodeEncodeError as error:
-        code = ord(piece[error.start])
-        raise InvalidRequestError(
-            f"the text holds U+{code:04X}, half of a surrogate pair, which is no character"
-        ) from None
 
 
 def _runs(parts: Iterable[tuple[str, _Specials]]) -> Iterator[str | int]:

@@ -1,0 +1,157 @@
+"""The split rules and the tables of Unicode, against engines that have the published rules and their own tables."""
+
+import subprocess
+import sys
+import time
+import unicodedata
+from pathlib import Path
+
+import pytest
+import regex
+from tokenizer_oracles import PATTERNS, Pieces, Texts, library_rules
+from tokenizers import normalizers
+
+from reflex_ipc import pretokenize
+from reflex_ipc.pretokenize import PRE_TOKENIZERS, Splitter, nfc
+from reflex_ipc.unicode_tables import NORMALISED, general_class
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_rule_has_an_oracle() -> None:
+    assert {pre.rules for pre in PRE_TOKENIZERS.values()} == set(PATTERNS)
+
+
+@pytest.mark.parametrize("pre", PATTERNS)
+def test_split_as_the_published_rules(pre: str) -> None:
+    """The original patterns, with the classes of the `regex` package and with those of the models' own library."""
+    splitter, oracle, library = Splitter(pre), Pieces(pre), library_rules(pre)
+    texts = Texts(seed=1)
+    for _ in range(20_000):
+        text = texts.short()
+        pieces = splitter.split(text)
+        assert pieces == oracle.split(text), ascii(text)
+        assert pieces == [piece for piece, _ in library.pre_tokenize_str(text)], ascii(text)
+        assert "".join(pieces) == text
+
+
+@pytest.mark.parametrize("pre", PATTERNS)
+@pytest.mark.parametrize("tail", ["", "x", "\u0939"])
+def test_split_time_grows_with_the_length(pre: str, tail: str) -> None:
+    splitter = Splitter(pre)
+    units = (
+        " ",
+        "\r\n",
+        " \n",
+        "a",
+        "1",
+        "!",
+        "'s",
+        "\u0301",
+        "\0",
+        " !",
+        "\u3000",
+        "-\n",
+        "\u30a2",
+        "\u0939",
+        " \u0301",
+    )
+    for unit in units:
+        text = unit * (50_000 // len(unit)) + tail
+        start = time.process_time()
+        pieces = splitter.split(text)
+        assert time.process_time() - start < 2, ascii(
+            unit
+        )  # 0.1 s at most here; the square of the length would be a minute
+        assert "".join(pieces) == text
+
+
+def test_classes_are_those_of_unicode_16() -> None:
+    """Every code point, against a package that knows a later Unicode, and against the interpreter, which may be older.
+
+    What a later version assigned is O here; nothing that was assigned has another class.
+    """
+    rules = {letter: regex.compile(rf"\p{{{letter}}}") for letter in "LMNPS"} | {"W": regex.compile(r"\s")}
+    n_later = 0
+    for code in range(0x110000):
+        character, ours = chr(code), general_class(code)
+        theirs = next((letter for letter, rule in rules.items() if rule.match(character)), "O")
+        n_later += theirs != ours
+        assert ours in (theirs, "O"), f"U+{code:04X}"
+        category = unicodedata.category(character)
+        if category != "Cn" and unicodedata.unidata_version < "16.1":
+            white = regex.match(r"\s", character)
+            assert ours == ("W" if white else "O" if category[0] == "C" else category[0]), f"U+{code:04X}"
+    assert general_class(0x1C89) == "L"  # new in 16.0
+    assert general_class(0x1C8B) == "O"
+    if regex.match(r"\p{L}", "\ua7ce"):  # new in 17.0: does not change ids
+        assert n_later > 4000
+
+
+def test_classes_do_not_come_from_the_interpreter() -> None:
+    # Both letters are of Unicode 16.0; an interpreter with 14.0 takes them for unassigned.
+    assert Splitter("qwen2").split("a\u1c89\U00010d50b c") == ["a\u1c89\U00010d50b", " c"]
+
+
+def test_long_s_is_a_contraction_where_case_is_ignored() -> None:
+    assert Splitter("qwen2").split("it'\u017f") == ["it", "'\u017f"]
+    assert Splitter("gpt-2").split("it'\u017f") == ["it", "'", "\u017f"]
+
+
+RANGES = [range(int(first, 16), int(last, 16) + 1) for first, _, last in (w.partition("-") for w in NORMALISED.split())]
+COMPOSING = [
+    [code for touched in RANGES for code in touched if unicodedata.combining(chr(code))],
+    # marks that came after Unicode 9.0
+    [0x7FD, 0x898, 0x8D3, 0x9FE, 0xC3C, 0x1ABF, 0x1AC1, 0x1DF6, 0x10EAB, 0x10F46, 0x11070, 0x1133B, 0x11938, 0x1E2EC],
+    [0x1100, 0x1161, 0x11A8, 0xAC00, 0xAC01],
+    [*b"aeoAEO"],
+    [0xE9, 0x344, 0x958, 0xF73, 0x2126, 0xF900],
+]
+
+
+def test_nfc_is_that_of_unicode_9() -> None:
+    """The interpreter's function would have the two marks change places: it knows U+0898, which came with 14.0."""
+    assert unicodedata.normalize("NFC", "x\u0898\u0334") == "x\u0334\u0898"
+    assert nfc("x\u0898\u0334") == "x\u0898\u0334"
+    assert nfc("e\u0301\u0898e\u0301\u212b\u0958") == "é\u0898éÅ\u0915\u093c"
+
+
+def composing(texts: Texts) -> str:
+    choice = texts.random.choice
+    pools = (choice(RANGES if texts.random.random() < 0.3 else COMPOSING) for _ in range(texts.random.randint(1, 16)))
+    return "".join(chr(choice(pool)) for pool in pools)
+
+
+@pytest.mark.parametrize("long_run", [1000, 1], ids=["short runs", "long runs"])
+def test_nfc_is_the_models_own(long_run: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pretokenize, "_LONG_RUN", long_run)
+    library = normalizers.NFC().normalize_str
+    if library("x\u0898\u0334") != "x\u0898\u0334":
+        pytest.skip("this release of tokenizers normalises by a later Unicode than the tables")
+    texts = Texts(seed=2)
+    n_interpreter_differs = 0
+    for _ in range(25_000):
+        text = composing(texts)
+        assert nfc(text) == library(text), ascii(text)
+        n_interpreter_differs += unicodedata.normalize("NFC", text) != library(text)
+    assert n_interpreter_differs > 100
+
+
+@pytest.mark.parametrize("unit", ["\u0301\u0323", "\u0f73", "e\u0301", "\u0323\u0f73\u1161"])
+def test_nfc_time_grows_with_the_length(unit: str) -> None:
+    text = "a" + unit * (400_000 // len(unit))  # the interpreter alone takes a minute and more
+    start = time.process_time()
+    once = nfc(text)
+    assert time.process_time() - start < 5
+    assert nfc(once) == once
+
+
+def test_ascii_needs_no_tables() -> None:
+    code = """
+import sys
+from reflex_ipc.pretokenize import Splitter, nfc
+Splitter("qwen2").split(nfc("It's 12 o'clock.\\n"))
+print([name for name in ("unicodedata", "reflex_ipc.unicode_tables", "regex", "numpy") if name in sys.modules])
+"""
+    run = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert run.stdout == "[]\n"

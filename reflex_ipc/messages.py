@@ -10,6 +10,7 @@ a double cannot hold) is found here, from the line itself, because the decoded v
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import orjson
@@ -19,7 +20,7 @@ LARGEST_INTEGER = 2**53
 LONGEST_ID = 128  # bytes of UTF-8
 DEEPEST_NESTING = 32
 MOST_STOP_STRINGS = 16
-LONGEST_STOP_STRING = 1024  # bytes of UTF-8
+LONGEST_STOP_STRING = 256  # characters
 MOST_TOP_LOGPROBS = 20
 DEFAULT_MAX_TOKENS = 128
 
@@ -41,7 +42,7 @@ class Limits(NamedTuple):
             "integer": LARGEST_INTEGER,
             "nesting": DEEPEST_NESTING,
             "stop_strings": MOST_STOP_STRINGS,
-            "stop_string_bytes": LONGEST_STOP_STRING,
+            "stop_string_chars": LONGEST_STOP_STRING,
             "top_logprobs": MOST_TOP_LOGPROBS,
         }
         return {**self._asdict(), **fixed}
@@ -56,13 +57,13 @@ class Generate(NamedTuple):
     id: Id
     prompt: str | None = None
     tokens: tuple[int, ...] | None = None
-    messages: tuple[Mapping[str, Any], ...] | None = None
-    template_arguments: Mapping[str, Any] = {}
+    messages: list[dict[str, Any]] | None = None
+    template_arguments: dict[str, Any] | None = None
     max_tokens: int = DEFAULT_MAX_TOKENS
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     deadline_ms: int | None = None
-    sampling: Mapping[str, Any] = {}  # keyword arguments of Sampling, which checks their ranges
+    sampling: Mapping[str, Any] = MappingProxyType({})  # keyword arguments of Sampling, which checks their ranges
 
 
 class Tokenize(NamedTuple):
@@ -296,8 +297,8 @@ def _stop_strings(field: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or len(value) > MOST_STOP_STRINGS:
         raise _Wrong(field, f"must be a list of at most {MOST_STOP_STRINGS} strings")
     for place, each in enumerate(value):
-        if not isinstance(each, str) or not 0 < len(each.encode()) <= LONGEST_STOP_STRING:
-            raise _Wrong(f"{field}[{place}]", f"must be a string of 1 to {LONGEST_STOP_STRING} bytes")
+        if not isinstance(each, str) or not 0 < len(each) <= LONGEST_STOP_STRING:
+            raise _Wrong(f"{field}[{place}]", f"must be a string of 1 to {LONGEST_STOP_STRING} characters")
     return tuple(value)
 
 
@@ -312,7 +313,7 @@ def _logit_bias(field: str, value: Any) -> dict[int, float]:
     return bias
 
 
-def _messages(field: str, value: Any) -> tuple[Mapping[str, Any], ...]:
+def _messages(field: str, value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise _Wrong(field, "must be a list of at least one message")
     for place, each in enumerate(value):
@@ -320,10 +321,10 @@ def _messages(field: str, value: Any) -> tuple[Mapping[str, Any], ...]:
             raise _Wrong(f"{field}[{place}]", "must be an object")
         _text(f"{field}[{place}].role", each.get("role"))
         _free(f"{field}[{place}]", each)
-    return tuple(value)
+    return value
 
 
-def _object(field: str, value: Any) -> Mapping[str, Any]:
+def _object(field: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _Wrong(field, "must be an object")
     _free(field, value)
@@ -360,7 +361,7 @@ _GENERATE: dict[str, _Check] = {
     "tokens": _token_ids,
     "messages": _messages,
     "template_arguments": _object,
-    "max_tokens": _integer(1),
+    "max_tokens": _integer(0),
     "stop": _stop_strings,
     "ignore_eos": _boolean,
     "deadline_ms": _integer(1),
@@ -495,7 +496,7 @@ def _members(line: bytes, most: int | None = None) -> Iterator[tuple[tuple[str |
             if match.end() < len(line):  # the last lexeme of a cut line may be cut too
                 yield tuple(path), lexeme
         if lexeme == b":":
-            if key is not None and path:
+            if key is not None and path and isinstance(path[-1], str):
                 path[-1] = key
                 after_colon = True
         elif lexeme in b"{[":

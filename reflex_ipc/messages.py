@@ -125,7 +125,7 @@ class Started(NamedTuple):
 
 
 class Token(NamedTuple):
-    """One token's text. `token` is None where withheld text is flushed at the end; `bytes` where it isn't whole UTF-8."""
+    """One token. `token` is None where withheld text is flushed; `bytes` are there where they aren't whole UTF-8."""
 
     id: Id
     index: int
@@ -504,9 +504,8 @@ def _members(line: bytes, most: int | None = None) -> Iterator[tuple[tuple[str |
         elif lexeme in b"}]":
             if path:
                 path.pop()
-        elif lexeme == b",":
-            if path and isinstance(path[-1], int):
-                path[-1] += 1
+        elif lexeme == b"," and path and isinstance(path[-1], int):
+            path[-1] += 1
         key = _key(lexeme) if lexeme.startswith(b'"') else None
 
 

@@ -246,14 +246,14 @@ class Session:
         if not self._waiting:
             self._move(Happening.END)
             return None
-        first = self._waiting.popleft()
-        self._held -= first.size
+        first = self._waiting[0]
         request = first.request
+        self._move(Happening.REFUSED if isinstance(request, Refusal) else Happening.REQUEST)
+        self._waiting.popleft()
+        self._held -= first.size
         if isinstance(request, Refusal):
-            self._move(Happening.REFUSED)
             self.output.append(Error(*request))
             return None
-        self._move(Happening.REQUEST)
         self.running = request
         self.queued_ms = 1000 * (now - first.arrived)
         self._verdict = "cancelled" if first.cancelled else None

@@ -97,16 +97,25 @@ def _generate(
         }
         reason = generation.finish_reason
         assert reason is not None, "a generation that ended has a reason"
-        yield Done(request.id, reason, "".join(texts), usage, {"queued_ms": queued_ms, **generation.timings})
+        timings = {"queued_ms": queued_ms, **generation.timings}
+        yield Done(request.id, reason, "".join(texts), usage, timings)
     finally:
         generation.close()
 
 
 def _token(engine: "Engine", request: Generate, index: int, token: "EngineToken") -> Token:
     top = None
-    if token.top or "top_logprobs" in request.sampling:
-        top = [
-            {"token": each, "text": engine.detokenize([each]), "logprob": logprob} for each, logprob in token.top
-        ]
+    if token.id is not None and request.sampling.get("top_logprobs"):
+        top = [_alternative(engine, *each) for each in token.top]
     raw = None if token.raw is None else tuple(token.raw)
     return Token(request.id, index, token.id, token.text, token.logprob, raw, top)
+
+
+def _alternative(engine: "Engine", id: int, logprob: float) -> dict[str, Any]:
+    """One entry of top_logprobs. Control tokens show as the file writes them: they are likely, and never chosen text."""
+    raw = engine.tokenizer.token_bytes(id, special=True)
+    text = raw.decode("utf-8", "replace")
+    alternative = {"token": id, "text": text, "logprob": logprob}
+    if text.encode() != raw:
+        alternative["bytes"] = list(raw)
+    return alternative

@@ -178,6 +178,8 @@ def encode(event: Event) -> bytes:
             continue
         if name == "fields":
             wire.update(value)
+        elif name == "timings":
+            wire[name] = {phase: round(milliseconds, 3) for phase, milliseconds in value.items()}
         else:
             wire[name] = value
         if name == "id":

@@ -113,7 +113,8 @@ def _token(engine: "Engine", request: Generate, index: int, token: "EngineToken"
 
 def _alternative(engine: "Engine", id: int, logprob: float) -> dict[str, Any]:
     """One entry of top_logprobs. Control tokens show as the file writes them: they are likely, and never chosen text."""
-    raw = engine.tokenizer.token_bytes(id, special=True)
+    # The padding rows of an output matrix are beyond the vocabulary and spell nothing.
+    raw = engine.tokenizer.token_bytes(id, special=True) if id < engine.tokenizer.n_vocab else b""
     text = raw.decode("utf-8", "replace")
     alternative = {"token": id, "text": text, "logprob": logprob}
     if text.encode() != raw:

@@ -109,7 +109,7 @@ def handed_over_connection(path: str | None) -> int | None:
         if sock is not None:
             sock.detach()
         return None
-    connection = os.dup(sock.detach())
+    connection = fcntl.fcntl(sock.detach(), fcntl.F_DUPFD_CLOEXEC, _HANDED_OVER + 1)
     ours = os.fstat(connection)
     # With StandardInput=socket the other two descriptors are the connection too, unless the unit says otherwise.
     with open(os.devnull, "r+b") as nothing:

@@ -9,6 +9,7 @@ read and written only after `poll`, never more than PIPE_BUF at once, which a re
 """
 
 import contextlib
+import fcntl
 import os
 import select
 import signal
@@ -90,7 +91,8 @@ def serve_uds(
 
 def _take_stdio() -> tuple[int, int]:
     """(source, sink): private copies of descriptors 0 and 1, which from now on are nobody's way into the protocol."""
-    source, sink = os.dup(0), os.dup(1)  # neither is inherited by a child process
+    # From 3 on: where 1 is closed, a plain dup(0) would become it.
+    source, sink = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in (0, 1))
     with open(os.devnull, "r+b") as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(2 if sys.stderr is not None else nothing.fileno(), 1)
@@ -153,8 +155,6 @@ class Loop:
 
     def connect(self, source: int, sink: int, write_bytes: int = select.PIPE_BUF) -> Channel:
         channel = Channel(Session(self._limits, __version__), source, sink, write_bytes)
-        if self._ready is not None:
-            channel.session.loaded(self._ready)
         self._channels.append(channel)
         return channel
 
@@ -175,12 +175,14 @@ class Loop:
             with self._engine:
                 self._ready = Ready(self._engine.info(), self._engine.timings)
                 for channel in self._channels:
-                    channel.session.loaded(self._ready)
+                    if channel.session.state is State.LOADING:
+                        channel.session.loaded(self._ready)
                 return self._run()
 
     def _run(self) -> int:
         while True:
-            self._queue_turns()
+            for channel in self._channels:
+                self._queue(channel)
             if self._told_to_end is not None:
                 return self._end()
             if self._fatal is not None:
@@ -197,12 +199,10 @@ class Loop:
                     return 0
             self._pump(patience)
 
-    def _queue_turns(self) -> None:
-        """Queue the connections that have a line to be dealt with, and have read what they were owed."""
-        for channel in self._channels:
-            channel.collect(time.monotonic())
-            if channel.session.has_line and not channel.unread and channel not in self._turns:
-                self._turns.append(channel)
+    def _queue(self, channel: Channel) -> None:
+        """Give it a turn, behind everyone who has one, if it has a line and has read what it was owed."""
+        if channel.session.has_line and not channel.unread and channel not in self._turns:
+            self._turns.append(channel)
 
     def _serve(self, channel: Channel) -> None:
         """Deal with one line of this connection: answer a request, to its last event."""
@@ -217,6 +217,7 @@ class Loop:
                     break
                 session.say(event)
                 self._deliver(channel)
+        channel.collect(time.monotonic())
         self._last_active = time.monotonic()
 
     def _verdict(self, channel: Channel) -> str | None:
@@ -296,6 +297,7 @@ class Loop:
         now = time.monotonic()
         for channel in list(self._channels):
             channel.collect(now)
+            self._queue(channel)
             if channel.session.state is State.CLOSED and not channel.unread:
                 self._close(channel)
                 timeout = 0
@@ -312,16 +314,18 @@ class Loop:
         if not due:
             return
         by_descriptor = {fd: channel for channel in self._channels for fd in (channel.source, channel.sink)}
+        newcomers = False
         for fd, mask in due:
             if fd == self._wake:
                 os.read(self._wake, 4096)
                 for channel in self._channels:
                     channel.session.terminate()
-            elif fd in by_descriptor:
-                if by_descriptor[fd].lost is None:  # by what its other descriptor has said just now
-                    self._attend(by_descriptor[fd], fd, mask)
-            elif self._listener is not None and fd == self._listener.fd:
-                self._accept()
+            elif fd not in by_descriptor:
+                newcomers = True
+            elif by_descriptor[fd].lost is None:  # by what its other descriptor has said just now
+                self._attend(by_descriptor[fd], fd, mask)
+        if newcomers:  # after those who have left made room for them
+            self._accept()
 
     def _attend(self, channel: Channel, fd: int, mask: int) -> None:
         if fd == channel.sink and mask & (select.POLLERR | select.POLLHUP | select.POLLNVAL):
@@ -350,6 +354,8 @@ class Loop:
         if full:
             message = f"{self._limits.connections} connections are open, the most this engine takes"
             channel.session.fail(Error(None, "busy", message, fatal=True))
+        elif self._ready is not None:
+            channel.session.loaded(self._ready)
 
     def _watch_channel(self, channel: Channel) -> None:
         wants_lines = channel.session.room > 0 and len(channel.unread) < UNREAD_EVENTS

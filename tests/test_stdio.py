@@ -58,10 +58,11 @@ def test_events_of_a_generation(shared: Stdio) -> None:
     assert done["finish_reason"] == "length"
     assert {"queued_ms", "prompt_ms", "first_token_ms"} <= set(done["timings"])
     for each in tokens:
-        # What the model writes is nonsense, half characters included: `bytes` stand exactly where they must.
+        # What the model writes is nonsense, half characters included: `bytes` stand wherever the text is not the token's.
         if each["token"] is not None:
-            (whole,) = [shared.answer({"id": 0, "op": "detokenize", "tokens": [each["token"]]})[0]["text"]]
-            assert ("bytes" in each) == (each["text"] != whole or "\ufffd" in whole), each
+            own = shared.answer({"id": 0, "op": "detokenize", "tokens": [each["token"]]})[0]["text"]
+            assert ("bytes" in each) == (each["text"] != own or "\ufffd" in own), each
+            assert bytes(each.get("bytes", own.encode())).decode("utf-8", "replace") == own
     assert any("bytes" in each for each in tokens)
 
 
@@ -158,8 +159,8 @@ def test_a_terminal(tiny: Path) -> None:
         engine.writes = ours
         engine.ready()
         assert last(engine.answer({"id": 1, **SHORT}))["event"] == "done"
-        os.close(ours)  # the terminal goes away: reading fails
-        assert engine.rest() == [] and engine.code() == 11
+        os.close(ours)  # the terminal goes away: that is the end of input
+        assert engine.rest() == [] and engine.code() == 0
 
 
 # A start that fails
@@ -508,5 +509,7 @@ def test_closed_descriptors(tiny: Path, closed: int) -> None:
         stdout=subprocess.DEVNULL,
         preexec_fn=lambda: os.close(closed),
     )
-    assert process.wait(30) == 11
-    stop(process)
+    try:
+        assert process.wait(30) == 11
+    finally:
+        stop(process)

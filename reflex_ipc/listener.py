@@ -203,7 +203,9 @@ def _clear(path: str, lock: int) -> None:
         return
     left_by_us = os.pread(lock, 100, 0).decode("ascii", "replace").strip() == str(found)
     if not left_by_us or not stat.S_ISSOCK(os.lstat(path).st_mode) or not _is_dead(path):
-        raise InputOutputError(f"{path}: what is there was not left behind by a dead engine; remove it, or name another")
+        raise InputOutputError(
+            f"{path}: what is there was not left behind by a dead engine; remove it, or name another"
+        )
     os.unlink(path)
 
 

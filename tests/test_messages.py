@@ -252,7 +252,24 @@ BASES = [
     '{"op":"detokenize","tokens":[0],"id":9007199254740993}',
     ' {"id" : "x" , "op" : "info" } \r',
 ]
-PIECES = [b'"', b"\\", b"{", b"}", b"[", b"]", b":", b",", b"-", b"0", b" ", b"NaN", b"Infinity", b"1e999", b".5", b"null"]
+PIECES = [
+    b'"',
+    b"\\",
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b":",
+    b",",
+    b"-",
+    b"0",
+    b" ",
+    b"NaN",
+    b"Infinity",
+    b"1e999",
+    b".5",
+    b"null",
+]
 PIECES += [b"\\ud800", b"\\u0069d", b'"id":5,', b'"op":"info",', b"\xff", b"\xc3\xa9", b"\x00", b"[" * 40, b"9" * 30]
 
 

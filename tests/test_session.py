@@ -443,5 +443,3 @@ class TableAgainstModel(RuleBasedStateMachine):
 
 TestTable = TableAgainstModel.TestCase
 TestTable.settings = settings(max_examples=400, stateful_step_count=40, deadline=None)
-
-

@@ -104,7 +104,9 @@ def test_prompts_by_text_tokens_and_messages(shared: Stdio) -> None:
 
 def test_sampling_reaches_the_engine(shared: Stdio) -> None:
     def tokens(**fields: Any) -> list[Any]:
-        return [each["token"] for each in shared.answer({"id": 1, **SHORT, **fields})[1:-1] if each["token"] is not None]
+        return [
+            each["token"] for each in shared.answer({"id": 1, **SHORT, **fields})[1:-1] if each["token"] is not None
+        ]
 
     assert tokens(logit_bias={"77": 1e9}) == [77, 77, 77]
     hot = {"temperature": 50.0, "max_tokens": 8}

@@ -71,6 +71,7 @@ def server(tiny: Path, private: Path) -> Iterator[Server]:
 
 def refused(model: Path, path: Path, *words: str) -> None:
     """It does not start, says why, and does not touch what is there."""
+
     def found() -> tuple[int, ...] | None:
         if not os.path.lexists(path):
             return None

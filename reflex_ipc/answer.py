@@ -112,7 +112,7 @@ def _token(engine: "Engine", request: Generate, index: int, token: "EngineToken"
 
 
 def _alternative(engine: "Engine", id: int, logprob: float) -> dict[str, Any]:
-    """One entry of top_logprobs. Control tokens show as the file writes them: they are likely, and never chosen text."""
+    """One entry of top_logprobs. A control token, which adds nothing to a text, shows as the file writes it."""
     # The padding rows of an output matrix are beyond the vocabulary and spell nothing.
     raw = engine.tokenizer.token_bytes(id, special=True) if id < engine.tokenizer.n_vocab else b""
     text = raw.decode("utf-8", "replace")

@@ -113,11 +113,18 @@ class Channel:
         self.write_bytes = write_bytes
         self.unread: deque[tuple[bytes, float]] = deque()  # encoded events, and when each was due
         self.written = 0  # bytes of the first of them that are out
+        self.collected = 0  # events so far
         self.lost: OSError | None = None  # why nobody is at the other end any more
 
     def collect(self, now: float) -> None:
         while self.session.output:
             self.unread.append((encode(self.session.output.popleft()), now))
+            self.collected += 1
+
+    @property
+    def delivered(self) -> int:
+        """Events so far that are out."""
+        return self.collected - len(self.unread)
 
     def write(self) -> None:
         """As much of the first event as the descriptor takes. Call when `poll` says that it takes some."""
@@ -226,9 +233,10 @@ class Loop:
         return channel.session.verdict(time.monotonic())
 
     def _deliver(self, channel: Channel) -> None:
-        """Write what this connection is owed, reading meanwhile what clients have to say."""
+        """Write what this connection is owed by now, reading meanwhile what clients have to say."""
         channel.collect(time.monotonic())
-        while channel.unread:
+        owed = channel.collected  # not what answers the lines that are still coming: they could go on for ever
+        while channel.delivered < owed:
             self._pump(None)
 
     # The end
@@ -248,9 +256,16 @@ class Loop:
     def _end(self) -> int:
         """Told to end by a signal: finish the events being written. 0 if that cut no request, or 128 + the signal."""
         assert self._told_to_end is not None
+        self._terminate()
         for channel in list(self._channels):
             self._deliver(channel)
         return 128 + self._told_to_end if self._cut or self._told_to_end != signal.SIGTERM else 0
+
+    def _terminate(self) -> None:
+        for channel in self._channels:
+            self._cut = self._cut or channel.session.unanswered
+            channel.session.terminate()
+        self._write_timeout = min(self._write_timeout, LAST_WORDS_S)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -258,8 +273,6 @@ class Loop:
             self._told_to_end = number
             if self._is_loading:
                 raise Unwanted
-            self._cut = self._cut or any(channel.session.unanswered for channel in self._channels)
-            self._write_timeout = min(self._write_timeout, LAST_WORDS_S)
 
         signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         before = {each: signal.signal(each, told) for each in (signal.SIGTERM, signal.SIGINT)}
@@ -281,7 +294,7 @@ class Loop:
             return
         self._last_loading = (now, phase)
         for channel in self._channels:
-            if not channel.unread:
+            if channel.session.state is State.LOADING and not channel.unread:
                 channel.session.output.append(Loading(phase, done, total))
         self._loading_pump()
 
@@ -318,8 +331,7 @@ class Loop:
         for fd, mask in due:
             if fd == self._wake:
                 os.read(self._wake, 4096)
-                for channel in self._channels:
-                    channel.session.terminate()
+                self._terminate()
             elif fd not in by_descriptor:
                 newcomers = True
             elif by_descriptor[fd].lost is None:  # by what its other descriptor has said just now

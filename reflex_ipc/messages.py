@@ -128,7 +128,7 @@ class Token(NamedTuple):
     """One token. `token` is None where withheld text is flushed; `bytes` are there where they aren't whole UTF-8."""
 
     id: Id
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
     token: int | None
     text: str
     logprob: float | None
@@ -173,7 +173,7 @@ _LEFT_OUT_WHEN_NONE = frozenset({"bytes", "top_logprobs", "field", "fatal", "exi
 def encode(event: Event) -> bytes:
     """The event as one line: ASCII JSON and a newline."""
     wire: dict[str, Any] = {}
-    for name, value in zip(event._fields, event, strict=True):
+    for name, value in event._asdict().items():
         if value is None and name in _LEFT_OUT_WHEN_NONE:
             continue
         if name == "fields":

@@ -76,13 +76,17 @@ def test_ids_that_are_taken(id: int | str) -> None:
 
 @pytest.mark.parametrize(
     "id",
-    "9007199254740993 -9007199254740993 123456789012345678901234567890 1e3 1.0 true null [] {}".split()
-    + [json.dumps("x" * 129), json.dumps("é" * 65)],
+    ["9007199254740993", "-9007199254740993", "1" * 30, "1e3", "1.0", "true", "null", "[]", "{}"],
 )
 def test_ids_that_are_not(id: str) -> None:
     assert refused(f'{{"id":{id},"op":"info"}}', "invalid_request", None, "id:", "128 bytes", "2^53").field == "id"
     line = f'{{"id":1,"op":"cancel","target":{id}}}'
     assert refused(line, "invalid_request", 1, "target:").field == "target"
+
+
+def test_ids_are_at_most_128_bytes_long() -> None:
+    for id in ("x" * 129, "é" * 65):
+        assert refused(json.dumps({"id": id, "op": "info"}), "invalid_request", None, "128 bytes").field == "id"
 
 
 FIELDS = {
@@ -175,8 +179,26 @@ def test_limits_on_tokens() -> None:
 
 @pytest.mark.parametrize(
     "tail",
-    ["NaN", "Infinity", "-Infinity", "1e999", "01", "1.", ".5", "+1", "0x1", "'a'", "{}}", "{", "", "1,", "undefined"]
-    + ['"\\ud800"', '"\\udc00"', '"\\ud800x"', '"\\udc00\\ud800"', '"\t"', '"\x01"', '"\\x"', '"a'],
+    [
+        *(
+            "NaN",
+            "Infinity",
+            "-Infinity",
+            "1e999",
+            "01",
+            "1.",
+            ".5",
+            "+1",
+            "0x1",
+            "'a'",
+            "{}}",
+            "{",
+            "",
+            "1,",
+            "undefined",
+        ),
+        *('"\\ud800"', '"\\udc00"', '"\\ud800x"', '"\\udc00\\ud800"', '"\t"', '"\x01"', '"\\x"', '"a'),
+    ],
 )
 def test_what_is_not_json(tail: str) -> None:
     refused(f'{{"id":7,"op":"generate","prompt":{tail}}}', "invalid_json", 7, "column")
@@ -332,7 +354,7 @@ def second_opinion(line: bytes) -> tuple[bool, Any]:
 def test_fuzz() -> None:
     rng = random.Random(20240)
     outcomes = {"invalid_json": 0, "invalid_request": 0, "request": 0, "id": 0}
-    for _ in range(150_000):
+    for _ in range(110_000):
         line = mutate(rng, rng.choice(BASES).encode())
         result = messages.parse(line, LIMITS)
         valid, value = second_opinion(line)
@@ -349,7 +371,7 @@ def test_fuzz() -> None:
             assert result.id == (id if good else None) and type(result.id) is type(id if good else None), line
         line_out = messages.encode(Error(*result[:4]) if isinstance(result, Refusal) else Error(result.id, "a", "b"))
         assert line_out.count(b"\n") == 1 and line_out.isascii()
-    assert min(outcomes.values()) > 10_000, outcomes
+    assert min(outcomes.values()) > 9_000, outcomes
 
 
 # Events
@@ -369,6 +391,11 @@ def test_events_as_the_contract_writes_them() -> None:
     assert messages.encode(Token(1, 1, None, "x", None)).endswith(b'"token":null,"text":"x","logprob":null}\n')
     partial = json.loads(messages.encode(Token(1, 1, 5, "", -1.0, (0xE2, 0x82))))
     assert partial["bytes"] == [0xE2, 0x82]
+    done = messages.encode(Done(1, "stop", "x", {"prompt_tokens": 1}, {"prompt_ms": 1.23456}))
+    assert done == (
+        b'{"id":1,"event":"done","finish_reason":"stop","text":"x","usage":{"prompt_tokens":1},'
+        b'"timings":{"prompt_ms":1.235}}\n'
+    )
     hello = json.loads(messages.encode(Hello(1, "0", messages.OPS, LIMITS.to_wire())))
     assert list(hello) == ["event", "protocol", "version", "ops", "limits"]
     assert hello["limits"]["line_bytes"] == 4 << 20 and hello["limits"]["prompt_tokens"] is None
@@ -376,12 +403,12 @@ def test_events_as_the_contract_writes_them() -> None:
 
 @given(st.text(), st.floats())
 def test_every_event_is_one_line_of_ascii(text: str, number: float) -> None:
-    line = messages.encode(Done(text, "stop", text, {}, {"prompt_ms": number}))
+    line = messages.encode(Token(text, 0, None, text, number))
     assert line.isascii() and line.index(b"\n") == len(line) - 1
     read = json.loads(line, parse_constant=_no_constant)
     assert read["text"] == read["id"] == text
     finite = abs(number) < float("inf")
-    assert read["timings"]["prompt_ms"] == (number if finite else None)
+    assert read["logprob"] == (number if finite else None)
 
 
 def test_a_file_name_that_is_not_utf8() -> None:

@@ -148,7 +148,7 @@ def test_cancel_the_running_request(session: Session) -> None:
     session.receive(line("cancel", 10, target=1), 1)
     session.say(Token(1, 0, None, "held back", None))
     session.say(done(1, "cancelled"))
-    started, first, second, *_, last = said(session)
+    _, first, second, _, last = said(session)
     assert first == Result(9, {"target": 1, "found": "running"})
     assert second == Result(10, {"target": 1, "found": "running"})
     assert last.finish_reason == "cancelled" and session.state is State.IDLE

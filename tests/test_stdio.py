@@ -1,11 +1,13 @@
 """Standard input and output, with a real engine in a real process."""
 
+import contextlib
 import fcntl
 import json
 import os
 import pty
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,7 +60,7 @@ def test_events_of_a_generation(shared: Stdio) -> None:
     assert done["finish_reason"] == "length"
     assert {"queued_ms", "prompt_ms", "first_token_ms"} <= set(done["timings"])
     for each in tokens:
-        # What the model writes is nonsense, half characters included: `bytes` stand wherever the text is not the token's.
+        # The model writes nonsense, half characters included: `bytes` stand wherever the text isn't the token's.
         if each["token"] is not None:
             own = shared.answer({"id": 0, "op": "detokenize", "tokens": [each["token"]]})[0]["text"]
             assert ("bytes" in each) == (each["text"] != own or "\ufffd" in own), each
@@ -148,9 +150,12 @@ def test_end_of_input_answers_everything(tiny: Path) -> None:
 
 def test_files_for_both(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "in").write_text(json.dumps({"id": 1, **SHORT}) + "\n")
-    with open(tmp_path / "in") as source, open(tmp_path / "out", "w") as sink:
-        with Stdio(tiny, stdin=source, stdout=sink) as engine:
-            assert engine.code() == 0
+    with (
+        open(tmp_path / "in") as source,
+        open(tmp_path / "out", "w") as sink,
+        Stdio(tiny, stdin=source, stdout=sink) as engine,
+    ):
+        assert engine.code() == 0
     assert json.loads((tmp_path / "out").read_text().splitlines()[-1])["event"] == "done"
 
 
@@ -276,6 +281,28 @@ def test_cancels_behind_a_full_buffer_wait(tiny: Path) -> None:
         events = engine.until("result", id=2)
         assert [each["finish_reason"] for each in events if each["event"] == "done"] == ["length"]
         assert events[-1]["found"] == "unknown"
+
+
+def test_a_flood_of_cancels_does_not_hold_a_request_up(tiny: Path) -> None:
+    with Stdio(tiny) as engine:
+        engine.ready()
+        engine.send({"id": 1, **LONG, "max_tokens": 100})
+        stop_sending = threading.Event()
+
+        def flood() -> None:
+            while not stop_sending.is_set():
+                engine.send(b'{"id": 2, "op": "cancel", "target": 3}\n' * 100)
+
+        thread = threading.Thread(target=flood)
+        thread.start()
+        try:
+            assert engine.until("done")[-1]["finish_reason"] == "length"
+        finally:
+            stop_sending.set()
+            while thread.is_alive():
+                with contextlib.suppress(TimeoutError):
+                    engine.event(0.1)
+            thread.join()
 
 
 # Limits

@@ -345,16 +345,15 @@ def test_closing_cancels_and_half_closing_does_not(server: Server) -> None:
 
 
 def test_a_reader_that_reads_nothing(tiny: Path, private: Path) -> None:
-    with Server(tiny, private / "lazy", limits={"write_timeout_ms": 700}) as server:
-        with server.connect() as lazy, server.connect() as other:
-            lazy.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-            lazy.ready()
-            other.ready()
-            lazy.send(*({"id": i, **LONG, "top_logprobs": 20, "max_tokens": 1000} for i in range(3)))
-            lazy.until("token")
-            other.send({"id": 1, **SHORT})
-            assert other.until("done")[-1]["id"] == 1  # after the time-out, not after 3,000 tokens
-            assert lazy.rest()[-1]["event"] == "token"
+    limits = {"write_timeout_ms": 700}
+    with Server(tiny, private / "lazy", limits=limits) as server, server.connect() as lazy, server.connect() as other:
+        lazy.ready()
+        other.ready()
+        lazy.send(*({"id": i, **LONG, "top_logprobs": 20, "max_tokens": 1000} for i in range(3)))
+        lazy.until("token")
+        other.send({"id": 1, **SHORT})
+        assert other.until("done")[-1]["id"] == 1  # after the time-out, not after 3,000 tokens
+        assert lazy.rest()[-1]["event"] == "token"
 
 
 def test_the_ninth_connection(server: Server) -> None:
@@ -469,7 +468,7 @@ def activated(
         os.closerange(max(3, fd + 1), 200)
         os.execv(arguments[0], arguments)
 
-    process = subprocess.Popen(
+    return subprocess.Popen(
         ["/bin/true"],
         preexec_fn=hand_over,
         stdin=subprocess.DEVNULL,
@@ -477,7 +476,6 @@ def activated(
         stderr=subprocess.PIPE,
         close_fds=False,
     )
-    return process
 
 
 def test_a_listening_socket_is_handed_over(tiny: Path, private: Path) -> None:

@@ -415,8 +415,10 @@ class Generation:
                     break
                 whole = not text.pending
                 # The padding rows of an output matrix are beyond the vocabulary and spell nothing.
-                piece, stopped = stops.push(text.push(sampled.id) if sampled.id < tokenizer.n_vocab else "")
-                raw = None if whole and not text.pending else engine._bytes(sampled.id)
+                pushed = text.push(sampled.id) if sampled.id < tokenizer.n_vocab else ""
+                whole = whole and not text.pending and "\ufffd" not in pushed
+                piece, stopped = stops.push(pushed)
+                raw = None if whole else engine._bytes(sampled.id)
                 self.completion_tokens += 1
                 if stopped:
                     self.finish_reason = "stop_string"

@@ -12,7 +12,7 @@ from itertools import pairwise, repeat
 from reflex_ipc.errors import InvalidRequestError, ModelFileError
 
 _NO_RANK = 1 << 62
-_FEW = 20_000  # candidate merges up to which looking for them beats making the dictionaries (bench/tokenizer.py)
+_FEW = 40_000  # candidate merges up to which looking for them beats making the dictionaries (bench/tokenizer.py)
 _FIRST_BLOCK = 1 << 12  # strings searched before anything is decided by them
 _CACHED_PIECES = 1 << 16
 _CACHED_LENGTH = 64  # characters; longer pieces do not come back

@@ -31,7 +31,8 @@ Größe, naïve café, Ångström, Łódź; Ελληνικά και ελληνι
 हिन्दी में क्षत्रिय, ภาษาไทย ไม่มีวรรค;
 日本語のテキスト、漢字とカタカナ・ひらがな。한국어 문장입니다.
 中文没有空格，标点也不同！ Tiếng Việt có dấu.
-cafe\u0301 n\u0303 (decomposed), ﬁ ﬂ ligatures, ½ ² Ⅷ ٣, x\u00a0y\u3000z\u200bw, 🤷🏽\u200d♀️ 🇫🇷 👩\u200d👩\u200d👧, 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𠀀.
+cafe\u0301 n\u0303 (decomposed), ﬁ ﬂ ligatures, ½ ² Ⅷ ٣, x\u00a0y\u3000z\u200bw,
+🤷🏽\u200d♀️ 🇫🇷 👩\u200d👩\u200d👧, 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𠀀.
 <|im_start|>user
 Hi<|im_end|>
 <|im_start|>assistant

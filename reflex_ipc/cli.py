@@ -11,10 +11,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from reflex_ipc import __version__
+from reflex_ipc.environment import complete_site, model_path
 from reflex_ipc.errors import InputOutputError, InvalidRequestError, OutOfMemoryError, ReflexError
 
 if TYPE_CHECKING:
+    from reflex_ipc.engine import Engine, Progress
     from reflex_ipc.gguf import GGUF
+    from reflex_ipc.messages import Limits
 
 _HINTS = {
     "-m": "the model is the first argument: reflex run MODEL PROMPT",
@@ -129,6 +132,48 @@ def _run_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("-v", "--verbose", action="store_true", help="say on stderr what is done")
 
 
+def _stdio_arguments(parser: ArgumentParser) -> None:
+    _model(parser)
+    _backend(parser)
+    _limits(parser)
+
+
+def _uds_arguments(parser: ArgumentParser) -> None:
+    _model(parser)
+    parser.add_argument(
+        "socket", nargs="?", metavar="SOCKET", help="path of the socket (reflex.sock under XDG_RUNTIME_DIR)"
+    )
+    _backend(parser)
+    _limits(parser)
+    parser.add_argument("--connections", type=int, default=8, metavar="N", help="clients connected at once (8)")
+    parser.add_argument("--mode", type=_mode, default=0o600, metavar="OCTAL", help="permissions of the socket (600)")
+    parser.add_argument(
+        "--exit-after-idle", type=float, metavar="S", help="end after so many seconds without a connection or a request"
+    )
+
+
+def _mode(text: str) -> int:
+    mode = int(text, 8)
+    if not 0 <= mode <= 0o777:
+        raise ValueError
+    return mode
+
+
+def _limits(parser: ArgumentParser) -> None:
+    """Options whose `dest` is a field of `messages.Limits`; what is not given keeps that class's default."""
+    group = parser.add_argument_group("limits, which hello tells every client")
+    group.add_argument("--limit-line", dest="line_bytes", type=int, metavar="BYTES", help="length of a line (4 MiB)")
+    group.add_argument("--limit-prompt", dest="prompt_tokens", type=int, metavar="N", help="tokens of a prompt")
+    group.add_argument("--limit-tokens", dest="max_tokens", type=int, metavar="N", help="tokens of an answer")
+    group.add_argument(
+        "--write-timeout",
+        dest="write_timeout_ms",
+        type=int,
+        metavar="MS",
+        help="for a reader that does not read (30000)",
+    )
+
+
 def _system1_arguments(parser: ArgumentParser) -> None:
     _model(parser)
     _prompt(parser)
@@ -236,6 +281,65 @@ def _run(arguments: Namespace) -> int:
     return run.run(arguments)
 
 
+def _stdio(arguments: Namespace) -> int:
+    from reflex_ipc.loop import serve_stdio
+
+    complete_site()
+    return _served(serve_stdio(arguments.model, _opener(arguments), _given_limits(arguments)))
+
+
+def _uds(arguments: Namespace) -> int:
+    from reflex_ipc.loop import serve_uds
+
+    complete_site()
+    limits = _given_limits(arguments)._replace(connections=arguments.connections)
+    return _served(
+        serve_uds(
+            arguments.model,
+            arguments.socket,
+            _opener(arguments),
+            limits,
+            mode=arguments.mode,
+            exit_after_idle=arguments.exit_after_idle,
+        )
+    )
+
+
+def _opener(arguments: Namespace) -> "Callable[..., Engine]":
+    """How the loop opens the model, once it has said hello."""
+
+    def open_engine(model: str, progress: "Progress") -> "Engine":
+        from reflex_ipc.engine import Engine
+
+        return Engine.open(
+            model_path(model),
+            backend=arguments.backend,
+            context=arguments.context,
+            threads=arguments.threads,
+            progress=progress,
+        )
+
+    return open_engine
+
+
+def _given_limits(arguments: Namespace) -> "Limits":
+    from reflex_ipc.messages import Limits
+
+    fields = ("line_bytes", "prompt_tokens", "max_tokens", "write_timeout_ms")
+    given = {name: value for name in fields if (value := getattr(arguments, name)) is not None}
+    for name, value in given.items():
+        if value < 1:
+            raise InvalidRequestError(f"the limit {name} is {value}; it must be at least 1")
+    return Limits(**given)
+
+
+def _served(code: int) -> int:
+    """What the loop returned: an exit code, or 128 and the signal to end by."""
+    if code > 128:
+        _end_by(signal.Signals(code - 128))
+    return code
+
+
 def _system1(arguments: Namespace) -> int:
     from reflex_ipc import system1
 
@@ -243,7 +347,6 @@ def _system1(arguments: Namespace) -> int:
 
 
 def _tokenize(arguments: Namespace) -> int:
-    from reflex_ipc.environment import model_path
     from reflex_ipc.run import read_prompt
     from reflex_ipc.tokenizer import Tokenizer
 
@@ -287,7 +390,6 @@ def _memory(gguf: "GGUF", context: int | None) -> list[dict[str, object]]:
 
 def _inspect(arguments: Namespace) -> int:
     from reflex_ipc import inspect
-    from reflex_ipc.environment import model_path
     from reflex_ipc.gguf import GGUF
 
     with GGUF.open(model_path(arguments.model)) as gguf:
@@ -307,6 +409,8 @@ Command: TypeAlias = tuple[str, Callable[[ArgumentParser], None], Callable[[Name
 COMMANDS: dict[str, Command] = {
     "run": ("continue a prompt; the text goes to stdout", _run_arguments, _run),
     "system1": ("score candidate continuations in one pass", _system1_arguments, _system1),
+    "stdio": ("keep the model loaded and speak JSON lines on stdin and stdout", _stdio_arguments, _stdio),
+    "uds": ("the same on a Unix socket", _uds_arguments, _uds),
     "tokenize": ("show the tokens of a text", _tokenize_arguments, _tokenize),
     "inspect": ("show what is in a model file and what a run needs", _inspect_arguments, _inspect),
 }

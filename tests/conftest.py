@@ -1,9 +1,14 @@
 """Fixtures of every test: where the model files are."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
+
+# Before anything imports NumPy, here or in a child: threads of a matrix product that wait for a busy processor spin,
+# and on a machine that runs other things besides, the tests would take ten times as long.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

@@ -253,7 +253,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             else:
                 self.operand(value)
                 pieces.append(self.budget.keep(("%" + spec["form"]) % (plain(value),)))
-        if isinstance(values, tuple) and next(given, pieces) is not pieces:
+        indexed = hasattr(values, "__getitem__") and not isinstance(values, (tuple, str))
+        if next(given, pieces) is not pieces and not indexed:
             raise TypeError("not all arguments converted during string formatting")
         pieces.append(_literal(form, at, len(form)))
         return text.concat(self.budget, pieces)
@@ -289,6 +290,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if 0 <= at < len(obj):
                 return text.cut(obj, at, at + 1)
         return super().getitem(obj, argument)
+
+    def call_filter(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """A filter by its name, which may come from anywhere; the operations above are for the rewritten tree alone."""
+        return _refuse(name) if name.startswith("#") else super().call_filter(name, *args, **kwargs)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call what a template may call: methods from the lists, macros and loops, and the sandbox's own functions."""
@@ -368,7 +373,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "safe": lambda value: value if isinstance(value, Markup) else Markup(plain(self.text(value))),
             "string": lambda value: value if isinstance(value, Markup) else self.text(value),
             "sum": self._sum,
-            "title": lambda value: self.budget.keep(filters.do_title(plain(self.text(value)))),
+            "title": self._title,
             "tojson": self._tojson,
             "trim": lambda value, chars=None: text.METHODS["strip"](self.budget, self.text(value), chars),
             "truncate": lambda value, *args, **kwargs: self._kept(
@@ -407,10 +412,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.budget.room(len(ordinary) + 4 * sum(map(ordinary.count, "<>&'\"")))
         return self._box(escape(ordinary))  # type: ignore[no-any-return]
 
-    def _indent(self, value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-        lines = text.METHODS["splitlines"](self.budget, self.text(value))
-        self.budget.room(len(lines) * (len(width) if isinstance(width, str) else max(width, 0)))
-        return self.budget.keep(filters.do_indent(plain(self.text(value)), plain(width), first, blank))
+    def _indent(self, value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> Any:
+        if isinstance(value, str):
+            n_lines = len(text.METHODS["splitlines"](self.budget, value)) + 1
+            self.budget.room(len(value) + n_lines * (len(width) if isinstance(width, str) else max(width, 0)))
+        return self._kept(filters.do_indent(plain(value), plain(width), first, blank))
 
     def _int(self, value: Any, default: int = 0, base: int = 10) -> int:
         if isinstance(value, str) and len(value) > _MAX_WIDTH:
@@ -432,6 +438,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise TemplateError("the template rounds to more than 100 digits")
         self._small(value)
         return filters.do_round(value, precision, method)
+
+    def _title(self, value: Any) -> str:
+        ordinary = plain(self.text(value))
+        self.budget.hold(_ITEM_BYTES * len(ordinary))  # it may be split into so many pieces
+        return self.budget.keep(filters.do_title(ordinary))
 
     def _sum(self, value: Any, attribute: int | str | None = None, start: Any = 0) -> Any:
         if isinstance(start, str):

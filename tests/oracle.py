@@ -2,6 +2,7 @@
 
 import json
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,5 +41,10 @@ def environment() -> ImmutableSandboxedEnvironment:
 ENVIRONMENT = environment()
 
 
+@lru_cache
+def compiled(template: str) -> jinja2.Template:
+    return ENVIRONMENT.from_string(template)
+
+
 def render(template: str, /, **variables: Any) -> str:
-    return ENVIRONMENT.from_string(template).render(**variables)
+    return compiled(template).render(**variables)

@@ -409,6 +409,8 @@ def test_hidden(template: str) -> None:
         "{{ ('a' | safe).join(['b']) }}",
         "{{ lipsum() }}",
         "{{ dict.mro() }}",
+        "{{ messages | map('#text') | list }}",
+        "{{ messages | map('#box') | list }}",
     ],
 )
 def test_refused(template: str) -> None:
@@ -492,6 +494,7 @@ BOMBS = {
     "escape": "{{ ('<' * 16000000) | e }}",
     "round": "{{ 1 | round(10 ** 9, 'ceil') }}",
     "long number": "{{ ('1' * 10000000) | int(base=2) }}",
+    "title": "{{ ('a ' * 8000000) | title }}",
     "time": "{{ strftime_now('%c' * 1000000) }}",
     "laughs": grown("[1]", "[ns.x, ns.x]", "ns.x"),
     "laughs json": grown("[1]", "[ns.x, ns.x]", "ns.x | tojson"),
@@ -745,10 +748,12 @@ def test_random_templates_agree_with_plain_jinja2(seed: int) -> None:
             text: str | None = run(template, messages=MESSAGES)
         except TemplateError as error:
             said, text = str(error), None
+        if expected is not None and " at 0x" in expected:
+            continue
         if text is None and expected is not None:
             assert any(rule in said for rule in RULES), (template, said, expected)
             refused += 1
-        elif text is not None and expected is not None and " at 0x" not in text:
+        elif text is not None and expected is not None:
             assert text == expected, template
             agreed += 1
         else:

@@ -168,8 +168,8 @@ class _Reader:
     def arguments(self, arguments: object) -> dict[str, Any]:
         for name in _SET_HERE:
             if isinstance(arguments, dict) and name in arguments:
-                _fail(f"arguments.{name}", "is set by the program, not by the request")
-        return self._object("arguments", arguments)
+                _fail(f"template_arguments.{name}", "is set by the program, not by the request")
+        return self._object("template_arguments", arguments)
 
     def _message(self, where: str, message: object) -> dict[str, Any]:
         fields = _fields(

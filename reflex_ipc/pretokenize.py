@@ -225,7 +225,7 @@ def nfc(text: str) -> str:
 
 
 def _normalise(run: str) -> str:
-    """The interpreter's NFC. It sorts marks by insertion, which takes minutes for a megabyte of them, hence in order."""
+    """The interpreter's NFC. It sorts marks by insertion, which takes minutes for a megabyte: hence in order."""
     from unicodedata import combining, normalize
 
     if len(run) > _LONG_RUN:

@@ -32,7 +32,7 @@ times["from_gguf"] = now()
 text = sys.stdin.read()
 read = now()
 if sys.argv[3] == "prepare":
-    tokenizer.check()
+    tokenizer.prepare()
 n = len(tokenizer.encode(text))
 times["encode"] = times["from_gguf"] + now() - read
 print([n, times])

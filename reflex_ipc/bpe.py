@@ -10,9 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, repeat
 
 from reflex_ipc.errors import InvalidRequestError, ModelFileError
+from reflex_ipc.gguf_header import StringArray
 
 _NO_RANK = 1 << 62
-_FEW = 40_000  # candidate merges up to which looking for them beats making the dictionaries (bench/tokenizer.py)
+_CANDIDATE = 5  # looking for a merge costs as much as looking at this many strings
+_PATIENCE = 1.0  # search until that has cost as much as the dictionaries do: as looking at so many times all strings
 _FIRST_BLOCK = 1 << 12  # strings searched before anything is decided by them
 _CACHED_PIECES = 1 << 16
 _CACHED_LENGTH = 64  # characters; longer pieces do not come back
@@ -95,20 +97,21 @@ class BytePairs:
 
     A cold start has one short prompt to encode. Its pieces can ask for some hundred merges at most, so those are looked
     for in the file's list, from the front, where the frequent ones are, as far as is needed; then the tokens likewise.
-    Dictionaries of both lists are made for a long text, or when a second one comes. With them, a list that makes no
-    sense is refused: equal tokens, a merge that is not two symbols. (Until then the first of equal tokens counts.)
+    Dictionaries of both lists are made for a long text, or once searching for short ones has cost as much. With them, a
+    list that makes no sense is refused: equal tokens, a merge that is not two symbols. (Until then the first of equal
+    tokens counts.)
     """
 
-    __slots__ = ("_cache", "_ids", "_ignore_merges", "_merges", "_path", "_ranks", "_searched", "_tokens", "dropped")
+    __slots__ = ("_cache", "_ids", "_ignore_merges", "_merges", "_path", "_ranks", "_tokens", "_work", "dropped")
 
-    def __init__(self, path: str, tokens: list[bytes], merges: list[bytes], ignore_merges: bool) -> None:
+    def __init__(self, path: str, tokens: StringArray, merges: StringArray, ignore_merges: bool) -> None:
         self._path = path  # for messages
         self._tokens = tokens
         self._merges = merges
         self._ignore_merges = ignore_merges
         self._ids: dict[bytes, int] = {}  # of all tokens, once made
         self._ranks: dict[bytes, int] = {}  # of all merges, once made
-        self._searched = False
+        self._work = 0  # of searching so far, in strings looked at
         self._cache: dict[str, list[int]] = {}
         self.dropped: set[int] = set()
         """The bytes that no token of the file has and that were lost from a text; so other engines do too."""
@@ -138,7 +141,7 @@ class BytePairs:
         """Makes the dictionaries. Raises ModelFileError."""
         if self._ids:
             return
-        tokens, merges = self._tokens, self._merges
+        tokens, merges = self._tokens.raw, self._merges.raw
         ids = dict(zip(tokens, range(len(tokens)), strict=True))
         if len(ids) < len(tokens):
             i = next(i for i, token in enumerate(tokens) if ids[token] != i)
@@ -157,11 +160,11 @@ class BytePairs:
         self._ids = ids
 
     def _encode_new(self, pieces: dict[str, list[bytes]]) -> dict[str, list[int]]:
-        few = sum(n_candidates(len(symbols)) for symbols in pieces.values()) <= _FEW
-        if not self._ids and few and not self._searched:
-            self._searched = True
-            return self._search(pieces)
-        self.prepare()
+        if not self._ids:
+            self._work += _CANDIDATE * sum(n_candidates(len(symbols)) for symbols in pieces.values())
+            if self._work <= _PATIENCE * (len(self._tokens) + len(self._merges)):
+                return self._search(pieces)
+            self.prepare()
         found, ranks = self._ids, self._ranks
         whole = self._whole(pieces, found) if self._ignore_merges else {}
         return whole | {
@@ -181,11 +184,12 @@ class BytePairs:
             whole = self._whole(pieces, self._find({b"".join(symbols) for symbols in pieces.values()}))
         merged = {piece: symbols for piece, symbols in pieces.items() if piece not in whole}
         ranks: dict[bytes, int] = {}
-        for first, block in _blocks(self._merges):
-            unfinished = [piece for piece, symbols in merged.items() if len(symbols) > 1]
-            wanted = {candidate for piece in unfinished for candidate in candidates(merged[piece])}
-            if not wanted:
+        blocks = self._blocks(self._merges)
+        while unfinished := [piece for piece, symbols in merged.items() if len(symbols) > 1]:
+            first, block = next(blocks, (0, []))
+            if not block:
                 break
+            wanted = {candidate for piece in unfinished for candidate in candidates(merged[piece])}
             for rank, text in [(rank, text) for rank, text in enumerate(block, first) if text in wanted]:
                 ranks.setdefault(text, rank)
             for piece in unfinished:
@@ -196,12 +200,22 @@ class BytePairs:
     def _find(self, wanted: set[bytes]) -> dict[bytes, int]:
         """The ids of those of `wanted` that are tokens."""
         found: dict[bytes, int] = {}
-        for first, block in _blocks(self._tokens):
+        for first, block in self._blocks(self._tokens):
             for id, text in [(id, text) for id, text in enumerate(block, first) if text in wanted]:
                 found.setdefault(text, id)
             if len(found) == len(wanted):
                 break
         return found
+
+    def _blocks(self, strings: StringArray) -> Iterator[tuple[int, list[bytes]]]:
+        """The strings in growing blocks, each with its place; what is not asked for is not cut out of the file."""
+        first, size = 0, _FIRST_BLOCK
+        while first < len(strings):
+            block = strings.cut(first, min(first + size, len(strings)))
+            self._work += len(block)
+            yield first, block
+            first += size
+            size *= 2
 
     def _whole(self, pieces: dict[str, list[bytes]], found: Mapping[bytes, int]) -> dict[str, list[int]]:
         """The pieces that are tokens as they are."""
@@ -229,12 +243,3 @@ def _symbols(piece: str) -> list[bytes]:
         code = ord(piece[error.start])
         message = f"the text holds U+{code:04X}, half of a surrogate pair, which is no character"
         raise InvalidRequestError(message) from None
-
-
-def _blocks(strings: list[bytes]) -> Iterator[tuple[int, list[bytes]]]:
-    """A list in growing blocks, each with its place."""
-    first, size = 0, _FIRST_BLOCK
-    while first < len(strings):
-        yield first, strings[first : first + size]
-        first += size
-        size *= 2

@@ -135,15 +135,26 @@ class StringArray(Sequence[str]):
     def raw(self) -> list[bytes]:
         """All strings as bytes; the same list each time, so not to be changed."""
         if self._raw is None:
-            # One struct per block ("8x5s8x2s..." steps over each length field and takes the string behind it) cuts
-            # the strings out without a turn of the interpreter's loop for each.
-            field = _Fields().__getitem__
-            raw: list[bytes] = []
-            for block, start in enumerate(self._starts):
-                lengths = self._lengths[block * _BLOCK : (block + 1) * _BLOCK]
-                raw += struct.Struct("<" + "".join(map(field, lengths))).unpack_from(self._buffer, start)
-            self._raw = raw
+            self._raw = self.cut(0, len(self))
         return self._raw
+
+    def cut(self, first: int, last: int) -> list[bytes]:
+        """The strings from `first` up to `last`, that one not included, as bytes; no others are cut out for it."""
+        if self._raw is not None:
+            return self._raw[first:last]
+        if first >= last:
+            return []
+        # One struct per block ("8x5s8x2s..." steps over each length field and takes the string behind it) cuts
+        # the strings out without a turn of the interpreter's loop for each.
+        field = _Fields().__getitem__
+        known = first - first % _BLOCK
+        start = self._starts[known // _BLOCK] + sum(self._lengths[known:first]) + 8 * (first - known)
+        strings: list[bytes] = []
+        for i in range(first, last, _BLOCK):
+            lengths = self._lengths[i : min(i + _BLOCK, last)]
+            strings += struct.Struct("<" + "".join(map(field, lengths))).unpack_from(self._buffer, start)
+            start += sum(lengths) + 8 * len(lengths)
+        return strings
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -154,13 +165,12 @@ class StringArray(Sequence[str]):
     def __getitem__(self, index: slice) -> list[str]: ...
     def __getitem__(self, index: int | slice) -> str | list[str]:
         if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+            first, last, step = index.indices(len(self))
+            if step != 1:
+                return [self[i] for i in range(first, last, step)]
+            return [self._text(i, raw) for i, raw in enumerate(self.cut(first, last), first)]
         i = range(len(self))[index]
-        if self._raw is not None:
-            return self._text(i, self._raw[i])
-        first = i - i % _BLOCK
-        start = self._starts[i // _BLOCK] + sum(self._lengths[first:i]) + 8 * (i - first + 1)
-        return self._text(i, self._buffer[start : start + self._lengths[i]])
+        return self._text(i, self.cut(i, i + 1)[0])
 
     def __iter__(self) -> Iterator[str]:
         return (self._text(i, raw) for i, raw in enumerate(self.raw))

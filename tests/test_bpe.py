@@ -5,10 +5,22 @@ import time
 from collections.abc import Mapping
 
 import pytest
+from gguf_bytes import STRING, array, build
 
 from reflex_ipc import bpe
 from reflex_ipc.bpe import BYTES, LETTERS, SYMBOLS, BytePairs, candidates, merge, n_candidates
 from reflex_ipc.errors import InvalidRequestError, ModelFileError
+from reflex_ipc.gguf_header import Header, StringArray
+
+
+def in_a_file(strings: list[bytes]) -> StringArray:
+    array_ = Header(build([array("key", STRING, strings)]), "x.gguf").metadata["key"]
+    assert isinstance(array_, StringArray)
+    return array_
+
+
+def pairs_of(tokens: list[bytes], merges: list[bytes], ignore_merges: bool = False) -> BytePairs:
+    return BytePairs("x.gguf", in_a_file(tokens), in_a_file(merges), ignore_merges)
 
 
 def merge_plainly(symbols: list[bytes], ranks: Mapping[bytes, int]) -> list[bytes]:
@@ -79,6 +91,7 @@ def test_candidates_are_all_that_merging_can_ask_for() -> None:
 def test_searching_and_dictionaries_agree(ignore_merges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Merges in any order and over many blocks, tokens without a merge, symbols that are no token."""
     monkeypatch.setattr(bpe, "_FIRST_BLOCK", 2)
+    monkeypatch.setattr(bpe, "_PATIENCE", float("inf"))
     rng = random.Random(2)
     n_whole = n_split = 0
     for _ in range(600):
@@ -88,14 +101,14 @@ def test_searching_and_dictionaries_agree(ignore_merges: bool, monkeypatch: pyte
         tokens = list(dict.fromkeys(tokens))
         rng.shuffle(tokens)
         pieces = ["".join(rng.choices("ab ", k=rng.randint(1, 9))) for _ in range(4)] + ["abba"]
-        searching = BytePairs("x", tokens, merges, ignore_merges)
-        prepared = BytePairs("x", tokens, merges, ignore_merges)
+        searching = pairs_of(tokens, merges, ignore_merges)
+        prepared = pairs_of(tokens, merges, ignore_merges)
         prepared.prepare()
         ids = prepared.encode(pieces)
         assert searching.encode(pieces) == ids
         assert searching.dropped == prepared.dropped
         assert not searching._ids  # it did search
-        assert searching.encode([*pieces, "b" * 70, 7]) == prepared.encode([*pieces, "b" * 70, 7])
+        assert searching.encode([*pieces, "b" * 12, 7]) == prepared.encode([*pieces, "b" * 12, 7])
         ranks = {text: rank for rank, text in enumerate(merges)}
         expected = []
         for piece in pieces:
@@ -111,7 +124,7 @@ def test_searching_and_dictionaries_agree(ignore_merges: bool, monkeypatch: pyte
 
 
 def test_bytes_without_a_token_are_noted() -> None:
-    pairs = BytePairs("x", [b"a", b"b"], [], False)
+    pairs = pairs_of([b"a", b"b"], [])
     assert pairs.encode(["abc", "bd"]) == [0, 1, 1]
     assert pairs.dropped == {ord("c"), ord("d")}
 
@@ -119,7 +132,7 @@ def test_bytes_without_a_token_are_noted() -> None:
 def test_the_first_of_equal_merges_counts() -> None:
     tokens = [b"a", b"b", b"ab", b"ba"]
     for merges in ([b"a b", b"b a", b"a b"], [b"b a", b"a b", b"b a"]):
-        pairs = BytePairs("x", tokens, merges, False)
+        pairs = pairs_of(tokens, merges)
         first = pairs.encode(["aba"])
         pairs.prepare()
         assert first == pairs.encode(["aba", "abab"])[: len(first)] == ([2, 0] if merges[0] == b"a b" else [0, 3])
@@ -127,15 +140,15 @@ def test_the_first_of_equal_merges_counts() -> None:
 
 def test_lists_that_make_no_sense() -> None:
     with pytest.raises(ModelFileError, match=r"x.gguf: key 'tokenizer.ggml.tokens': entries 1 and 3 are both b'b'"):
-        BytePairs("x.gguf", [b"a", b"b", b"c", b"b"], [], False).prepare()
+        pairs_of([b"a", b"b", b"c", b"b"], []).prepare()
     for bad in (b"ab", b" ab", b""):
         with pytest.raises(ModelFileError, match=r"x.gguf: key 'tokenizer.ggml.merges': entry 1 is"):
-            BytePairs("x.gguf", [b"a", b"b"], [b"a b", bad], False).prepare()
+            pairs_of([b"a", b"b"], [b"a b", bad]).prepare()
 
 
 def test_half_a_character() -> None:
     with pytest.raises(InvalidRequestError, match=r"U\+D83D"):
-        BytePairs("x", [b"a"], [], False).encode(["a\ud83d"])
+        pairs_of([b"a"], []).encode(["a\ud83d"])
 
 
 def test_time_grows_little_more_than_the_length() -> None:
@@ -153,7 +166,7 @@ def test_time_grows_little_more_than_the_length() -> None:
 
 
 def test_the_cache_is_bounded() -> None:
-    pairs = BytePairs("x", [SYMBOLS[byte] for byte in range(256)], [], False)
+    pairs = pairs_of([SYMBOLS[byte] for byte in range(256)], [])
     for first in range(0, 300_000, 1000):
         pairs.encode([f"{i}" for i in range(first, first + 1000)] + ["long" * 30 + f"{first}"])
         assert len(pairs._cache) <= 1 << 16

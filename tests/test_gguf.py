@@ -371,3 +371,20 @@ def test_getters_name_the_key_that_is_wrong(getters: GGUF, getter: str) -> None:
 def test_a_scalar_is_not_spread_without_bound(getters: GGUF) -> None:
     with pytest.raises(ModelFileError, match="'u8'"):
         getters.ints("u8", 2**40)
+
+
+def test_strings_cut_out_of_a_long_array(tmp_path: Path) -> None:
+    """Any range, across blocks too, before and after all strings are there."""
+    strings = [b"%x" % (i * i) * (i % 40) for i in range(3000)]
+    (tmp_path / "strings.gguf").write_bytes(build([array("key", STRING, strings), array("none", STRING, [])]))
+    for ready in (False, True):
+        with GGUF.open(tmp_path / "strings.gguf") as file:
+            found = file.strings("key")
+            if ready:
+                assert found.raw == strings
+            for first in (0, 1, 1023, 1024, 1025, 2047, 2999, 3000):
+                for last in (0, 1, 1024, 1500, 2048, 2999, 3000):
+                    assert found.cut(first, last) == strings[first:last]
+                    assert found[first:last] == [text.decode() for text in strings[first:last]]
+            assert found[-1:-4:-1] == [text.decode() for text in strings[-1:-4:-1]]
+            assert file.strings("none").cut(0, 0) == file.strings("none").raw == file.strings("none")[:] == []

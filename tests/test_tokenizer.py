@@ -131,7 +131,7 @@ def test_decoding_gives_the_text_back(any_tokenizer: Tokenizer, text: str) -> No
 @settings(max_examples=400, deadline=None)
 def test_decoding_piecewise_is_decoding(qwen3: Tokenizer, data: st.DataObject) -> None:
     """Any ids, halves of characters too: whole characters only, nothing twice, nothing lost, bytes pending named."""
-    bytes_ = st.integers(0, 255).map(lambda byte: qwen3._pairs._tokens.index(SYMBOLS[byte]))
+    bytes_ = st.integers(0, 255).map(lambda byte: qwen3._pairs._tokens.raw.index(SYMBOLS[byte]))
     ids = data.draw(st.lists(st.one_of(bytes_, st.integers(0, qwen3.n_vocab - 1))))
     special = data.draw(st.booleans())
     decoder = qwen3.decoder(special)
@@ -147,7 +147,7 @@ def test_decoding_piecewise_is_decoding(qwen3: Tokenizer, data: st.DataObject) -
 
 
 def test_decoder_never_emits_half_a_character(qwen3: Tokenizer) -> None:
-    ids = [qwen3._pairs._tokens.index(SYMBOLS[byte]) for byte in "é漢🤷".encode()]
+    ids = [qwen3._pairs._tokens.raw.index(SYMBOLS[byte]) for byte in "é漢🤷".encode()]
     decoder = qwen3.decoder()
     assert [decoder.push(id) for id in ids] == ["", "é", "", "", "漢", "", "", "", "🤷"]
     for id in ids[-4:-1]:
@@ -318,7 +318,7 @@ def test_damaged_vocabularies(
 ) -> None:
     path = write_vocabulary(tmp_path / "odd.gguf", **{"tokens": ["a", "b", "c"], **changes})  # type: ignore[arg-type]
     with pytest.raises(error) as raised:
-        Tokenizer.from_gguf(path).check()
+        Tokenizer.from_gguf(path).prepare()
     for word in ["odd.gguf", *words]:
         assert word in str(raised.value)
 
@@ -342,6 +342,21 @@ def test_any_width_of_token_types(vocabulary: Path_, tmp_path: Path) -> None:
         ]
         (tmp_path / "v.gguf").write_bytes(build(entries))
         assert Tokenizer.from_gguf(tmp_path / "v.gguf").encode("a<b><c>", special=False)[-1] == 2
+
+
+def test_dictionaries_are_made_once_searching_has_cost_as_much(vocabulary: Path_) -> None:
+    tokenizer = Tokenizer.from_gguf(vocabulary("qwen3"))
+    tokenizer.encode("The capital of France is")
+    assert not tokenizer._pairs._ids
+    for word in ("Paris", "Rome", "Zaltbommel"):
+        tokenizer.encode(f" {word}")
+    assert not tokenizer._pairs._ids
+    for letter in "abcdefghij":
+        assert tokenizer.decode(tokenizer.encode(f" Zaltbommel{letter}")) == f" Zaltbommel{letter}"
+    assert len(tokenizer._pairs._ids) == tokenizer.n_vocab
+    long = Tokenizer.from_gguf(vocabulary("qwen3"))
+    long.encode(" ".join("".join(word) for word in itertools.product("aeioxyz", repeat=5)))
+    assert len(long._pairs._ids) == long.n_vocab
 
 
 def test_open_and_closed_files(vocabulary: Path_, qwen3: Tokenizer) -> None:

@@ -16,6 +16,7 @@ _NO_RANK = 1 << 62
 _CANDIDATE = 5  # looking for a merge costs as much as looking at this many strings
 _PATIENCE = 1.0  # search until that has cost as much as the dictionaries do: as looking at so many times all strings
 _FIRST_BLOCK = 1 << 12  # strings searched before anything is decided by them
+_NEAR = 256  # tokens looked at from where one is likely
 _CACHED_PIECES = 1 << 16
 _CACHED_LENGTH = 64  # characters; longer pieces do not come back
 
@@ -98,7 +99,7 @@ class BytePairs:
     A cold start has one short prompt to encode. Its pieces can ask for some hundred merges at most, so those are looked
     for in the file's list, from the front, where the frequent ones are, as far as is needed; then the tokens likewise.
     Dictionaries of both lists are made for a long text, or once searching for short ones has cost as much. With them, a
-    list that makes no sense is refused: equal tokens, a merge that is not two symbols. (Until then the first of equal
+    list that makes no sense is refused: equal tokens, a merge that is not two symbols. (Until then one of the equal
     tokens counts.)
     """
 
@@ -181,7 +182,7 @@ class BytePairs:
         """
         whole: dict[str, list[int]] = {}
         if self._ignore_merges:
-            whole = self._whole(pieces, self._find({b"".join(symbols) for symbols in pieces.values()}))
+            whole = self._whole(pieces, self._find({b"".join(symbols) for symbols in pieces.values()}, {}))
         merged = {piece: symbols for piece, symbols in pieces.items() if piece not in whole}
         ranks: dict[bytes, int] = {}
         blocks = self._blocks(self._merges)
@@ -194,15 +195,27 @@ class BytePairs:
                 ranks.setdefault(text, rank)
             for piece in unfinished:
                 merged[piece] = merge(merged[piece], ranks)
-        found = self._find({symbol for symbols in merged.values() for symbol in symbols})
+        found = self._find({symbol for symbols in merged.values() for symbol in symbols}, ranks)
         return whole | {piece: self._symbol_ids(symbols, found) for piece, symbols in merged.items()}
 
-    def _find(self, wanted: set[bytes]) -> dict[bytes, int]:
-        """The ids of those of `wanted` that are tokens."""
+    def _find(self, wanted: set[bytes], ranks: Mapping[bytes, int]) -> dict[bytes, int]:
+        """The ids of those of `wanted` that are tokens.
+
+        Most files have the tokens in the order of the merges that make them, some with a few tokens in between that no
+        merge makes. So once one token is found, its distance from its merge says where to look for the others.
+        """
+        makers = {text.replace(b" ", b"", 1): rank for text, rank in ranks.items()}
         found: dict[bytes, int] = {}
         for first, block in self._blocks(self._tokens):
             for id, text in [(id, text) for id, text in enumerate(block, first) if text in wanted]:
                 found.setdefault(text, id)
+            distance = next((id - makers[text] for text, id in found.items() if text in makers), None)
+            if distance is not None:
+                for text in [text for text in wanted if text in makers and text not in found]:
+                    likely = max(0, makers[text] + distance)
+                    near = self._tokens.cut(likely, min(likely + _NEAR, len(self._tokens)))
+                    if text in near:
+                        found[text] = likely + near.index(text)
             if len(found) == len(wanted):
                 break
         return found
@@ -230,7 +243,7 @@ class BytePairs:
                 ids.append(found[symbol])
                 continue
             letters = [letter.encode() for letter in symbol.decode()]
-            single = self._ids or self._find(set(letters))
+            single = self._ids or self._find(set(letters), {})
             ids += [single[letter] for letter in letters if letter in single]
             self.dropped.update(BYTES[letter.decode()] for letter in letters if letter not in single)
         return ids

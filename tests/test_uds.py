@@ -1,5 +1,6 @@
 """The Unix socket, with a real engine in a real process, and real clients."""
 
+import fcntl
 import json
 import os
 import random
@@ -18,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from reflex_ipc import listener
+from reflex_ipc.errors import InputOutputError
 from tests.wire import PATIENCE, Socket, command, resident_kilobytes, start, stop
 
 LONG = {"op": "generate", "prompt": "Hello", "max_tokens": 4000, "ignore_eos": True}
@@ -167,6 +170,23 @@ def test_a_race_for_one_path(tiny: Path, private: Path) -> None:
                 stop(each.process)  # kills the one that serves: the next round finds a dead socket
 
 
+def test_a_lock_file_that_is_removed_while_another_waits_for_it(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine ends between another's opening the lock file and locking it: that lock would be of no file."""
+    path = str(private / "handover")
+    first = listener.listen(path)
+    plain = fcntl.flock
+
+    def flock(fd: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", plain)
+        first.__exit__()
+        plain(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with listener.listen(path), pytest.raises(InputOutputError, match="another engine"):
+        listener.listen(path)
+    assert not os.path.lexists(path) and not os.path.lexists(path + ".lock")
+
+
 def test_whatever_else_is_at_the_path(tiny: Path, private: Path) -> None:
     file = private / "file"
     file.write_text("precious")
@@ -251,6 +271,7 @@ def test_the_default_path(tiny: Path, private: Path) -> None:
 # Connections
 
 
+@pytest.mark.model
 def test_hello_comes_while_the_model_loads(smollm2: Path, private: Path) -> None:
     with Server(smollm2, private / "slow") as server, server.connect() as client:
         events = [each["event"] for each in client.until("ready")]
@@ -429,6 +450,7 @@ def test_sigterm_during_a_request(tiny: Path, private: Path) -> None:
     assert not (private / "cut").exists()
 
 
+@pytest.mark.model
 def test_sigterm_while_loading(smollm2: Path, private: Path) -> None:
     with Server(smollm2, private / "early") as server, server.connect() as client:
         client.until("loading")
@@ -438,6 +460,7 @@ def test_sigterm_while_loading(smollm2: Path, private: Path) -> None:
     assert not (private / "early").exists()
 
 
+@pytest.mark.model
 def test_one_connection_too_many_while_loading(smollm2: Path, private: Path) -> None:
     with Server(smollm2, private / "crowd") as server:
         clients = [server.connect() for _ in range(8)]

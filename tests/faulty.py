@@ -1,10 +1,12 @@
-"""The command, with an engine that misbehaves: it prints where it must not, and `detokenize` of some ids fails.
+"""The command in a world that misbehaves: the engine prints where it must not, `detokenize` of some ids fails, and the
+time of day can't be relied on.
 
 A real engine otherwise: what can't be had at will, such as a lost device, is raised from inside it.
 """
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +31,10 @@ def noisy_open(model: str, **options: Any) -> Engine:
     return _open(model, **options)
 
 
+def wall_clock() -> float:
+    raise AssertionError("the time of day was asked for")
+
+
 def detokenize(self: Engine, ids: Sequence[int]) -> str:
     if len(ids) == 1 and ids[0] in FAILURES:
         raise FAILURES[ids[0]]
@@ -36,6 +42,7 @@ def detokenize(self: Engine, ids: Sequence[int]) -> str:
 
 
 if __name__ == "__main__":
+    time.time = time.time_ns = wall_clock  # type: ignore[assignment]
     Engine.open = noisy_open  # type: ignore[method-assign, assignment]
     Engine.detokenize = detokenize  # type: ignore[method-assign]
     sys.exit(cli.main(sys.argv[1:]))

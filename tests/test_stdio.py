@@ -303,6 +303,15 @@ def test_a_deadline_counts_the_time_in_the_queue(shared: Stdio) -> None:
     assert third["id"] == 3 and third["finish_reason"] == "length" and third["timings"]["queued_ms"] >= 300
 
 
+def test_deadlines_do_not_ask_for_the_time_of_day(tiny: Path) -> None:
+    """Setting the clock changes nothing, because nobody looks at it: asking for it is an error in this process."""
+    with Stdio(tiny, "--write-timeout", 5000, faulty=True) as engine:
+        engine.ready()
+        began = time.monotonic()
+        done = last(engine.answer({"id": 1, **LONG, "deadline_ms": 300}))
+        assert done["finish_reason"] == "deadline" and 0.3 <= time.monotonic() - began < 5
+
+
 def test_cancels_behind_a_full_buffer_wait(tiny: Path) -> None:
     with Stdio(tiny, "--limit-line", 1000) as engine:
         engine.ready()

@@ -3,7 +3,7 @@
 import sys
 
 if __name__ == "__main__":
-    if __package__ == "":
+    if not __package__:
         # Run as a file: the path may have this folder, whose modules would hide the standard library's, and lacks
         # the one this package lies in.
         package = __file__.rpartition("/")[0]

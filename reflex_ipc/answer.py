@@ -4,7 +4,6 @@
 """
 
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +58,8 @@ def typed(error: Exception) -> ReflexError:
         return error
     if isinstance(error, MemoryError):
         return OutOfMemoryError("the host's memory does not hold what was asked for")
+    import traceback
+
     traceback.print_exception(error, file=sys.stderr)
     return ReflexError(f"{type(error).__name__}: {error}")
 

@@ -282,16 +282,16 @@ def _run(arguments: Namespace) -> int:
 
 
 def _stdio(arguments: Namespace) -> int:
+    complete_site()  # orjson
     from reflex_ipc.loop import serve_stdio
 
-    complete_site()
     return _served(serve_stdio(arguments.model, _opener(arguments), _given_limits(arguments)))
 
 
 def _uds(arguments: Namespace) -> int:
+    complete_site()  # orjson
     from reflex_ipc.loop import serve_uds
 
-    complete_site()
     limits = _given_limits(arguments)._replace(connections=arguments.connections)
     return _served(
         serve_uds(

@@ -182,7 +182,7 @@ class Session:
         return self.running is not None or any(not isinstance(each.request, Refusal) for each in self._waiting)
 
     def receive(self, data: bytes, now: float) -> None:
-        """Bytes arrived; b"" is the end of input. A `cancel` is acted on at once, everything else waits for `take`."""
+        """At most `room` bytes arrived; b"" is the end of input. A `cancel` is acted on at once, the rest waits."""
         if not data:
             self._ended = True
             self._end_line(now)
@@ -200,10 +200,6 @@ class Session:
         if self._discarding:
             self._discarding = False
             self._partial.clear()
-            return
-        if len(self._partial) > self._limits.line_bytes:
-            self._refuse_long_line(now)
-            self._discarding = False
             return
         line = bytes(self._partial)
         self._partial.clear()

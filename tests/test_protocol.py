@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from reflex_ipc import errors, messages
+from reflex_ipc.chat import ChatTemplate
 from reflex_ipc.messages import Limits, Refusal
 from reflex_ipc.sampler import Sampling
 from reflex_ipc.session import TRANSITIONS, State
@@ -249,6 +250,51 @@ def accepted(request: dict[str, Any]) -> bool:
     if isinstance(parsed, messages.Generate):
         try:
             Sampling(**parsed.sampling)
+            if parsed.messages is not None:
+                read_messages(parsed.messages)
         except errors.InvalidRequestError:
             return False
     return True
+
+
+MESSAGES: list[Any] = [
+    {"role": "user", "content": "x"},
+    {"role": "x", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": ""}]},
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+    {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "name": "f", "arguments": {"a": [1]}}]},
+    {"role": "tool", "content": "", "name": "f", "tool_call_id": "1", "reasoning_content": None},
+]
+
+
+def test_the_schema_and_the_template_reader_agree() -> None:
+    """The same for messages: those above, each with one value exchanged, anywhere."""
+    rng = random.Random(6)
+    outcomes = {True: 0, False: 0}
+    schema = validator("message")
+    for _ in range(2500):
+        message = json.loads(json.dumps(rng.choice(MESSAGES)))
+        place = message
+        while rng.random() < 0.5:
+            key = rng.choice(list(place)) if isinstance(place, dict) else rng.randrange(len(place))
+            if not isinstance(place[key], dict | list) or not place[key]:
+                break
+            place = place[key]
+        key = rng.choice([*place, "extra", "name"]) if isinstance(place, dict) else rng.randrange(len(place))
+        if isinstance(place, dict) and rng.random() < 0.3:
+            place.pop(key, None)
+        elif rng.random() < 0.8:
+            place[key] = rng.choice([None, 1, "", "x", [], {}, [""], [{}], "text", {"name": "f"}, [{"name": "f"}]])
+        valid = not list(schema.iter_errors(message))
+        try:
+            read_messages([message])
+        except errors.InvalidRequestError:
+            assert not valid, message
+        else:
+            assert valid, message
+        outcomes[valid] += 1
+    assert min(outcomes.values()) > 500, outcomes
+
+
+def read_messages(conversation: list[dict[str, Any]]) -> None:
+    """Raise InvalidRequestError for what no template is given, whatever it says."""
+    ChatTemplate("{{ messages }}").render(conversation)

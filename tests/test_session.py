@@ -442,4 +442,4 @@ class TableAgainstModel(RuleBasedStateMachine):
 
 
 TestTable = TableAgainstModel.TestCase
-TestTable.settings = settings(max_examples=400, stateful_step_count=40, deadline=None)
+TestTable.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)

@@ -7,6 +7,7 @@ import os
 import pty
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.wire import Stdio, resident_kilobytes, start, stop
+from tests.wire import ROOT, Stdio, command, resident_kilobytes, start, stop
 
 LONG = {"op": "generate", "prompt": "Hello", "max_tokens": 4000, "ignore_eos": True}  # several seconds of work
 SHORT = {**LONG, "max_tokens": 3}
@@ -44,11 +45,18 @@ def test_start_and_end(tiny: Path) -> None:
     with Stdio(tiny) as engine:
         hello, *loading, ready = engine.until("ready")
         assert hello["event"] == "hello" and hello["protocol"] == 1 and hello["ops"][0] == "generate"
-        assert loading and {each["event"] for each in loading} == {"loading"}
-        assert loading[-1]["bytes"] == loading[-1]["total"] > 0
+        assert {each["event"] for each in loading} <= {"loading"}
         assert ready["model"]["architecture"] == "llama" and ready["timings"]["weights_ms"] > 0
         engine.end_input()
         assert engine.rest() == [] and engine.code() == 0 and engine.complaints() == ""
+
+
+@pytest.mark.model
+def test_loading_is_reported(smollm2: Path) -> None:
+    with Stdio(smollm2) as engine:
+        _, *loading, _ = engine.until("ready")
+        done = [each["bytes"] for each in loading]
+        assert done and done == sorted(done) and {each["total"] for each in loading} == {done[-1]}
 
 
 def test_events_of_a_generation(shared: Stdio) -> None:
@@ -86,7 +94,7 @@ def test_finish_reasons(shared: Stdio, tiny: Path) -> None:
     eog = {str(each): 1e9 for each in shared.answer({"id": 1, "op": "info"})[0]["model"]["eog"]}
     done = shared.answer({"id": 1, "op": "generate", "prompt": "Hello", "logit_bias": eog})[-1]
     assert done["finish_reason"] == "stop" and done["usage"]["completion_tokens"] == 0 and done["text"] == ""
-    with Stdio(tiny, context=6) as small:
+    with Stdio(tiny, "-c", 6) as small:
         small.ready()
         done = small.answer({"id": 1, **LONG})[-1]
         assert done["finish_reason"] == "context" and done["usage"]["completion_tokens"] == 3
@@ -137,6 +145,30 @@ def test_a_bad_line_and_on(shared: Stdio) -> None:
     ]:
         error = last(shared.answer({"id": "é", **request}))
         assert (error["event"], error["code"], error["id"]) == ("error", code, "é"), error
+
+
+def test_failures_inside_the_engine(tiny: Path) -> None:
+    """Only a lost device is the end; everything else is one request's."""
+    with Stdio(tiny, faulty=True) as engine:
+        engine.ready()
+        memory = last(engine.answer({"id": 1, "op": "detokenize", "tokens": [14]}))
+        defect = last(engine.answer({"id": 2, "op": "detokenize", "tokens": [15]}))
+        assert memory["code"] == "out_of_memory" and "fatal" not in memory
+        assert defect["code"] == "internal" and defect["message"] == "ZeroDivisionError: what nobody foresaw"
+        assert last(engine.answer({"id": 3, **SHORT}))["event"] == "done"
+        engine.send({"id": 4, "op": "detokenize", "tokens": [13]}, {"id": 5, **SHORT})
+        (device,) = engine.rest()
+        assert (device["id"], device["code"], device["fatal"], device["exit_code"]) == (4, "device", True, 5)
+        assert engine.code() == 5
+        assert "Traceback" in engine.complaints()  # of the defect: somebody has to find it
+
+
+def test_the_launcher_starts_it_without_site(tiny: Path) -> None:
+    """As the installed command does, which completes the path only where something needs it."""
+    arguments = [sys.executable, "-I", "-S", str(ROOT / "reflex_ipc" / "__main__.py"), *command("stdio", tiny)[3:]]
+    result = subprocess.run(arguments, input=b'{"id":1,"op":"info"}', capture_output=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1])["event"] == "result"
 
 
 def test_end_of_input_answers_everything(tiny: Path) -> None:
@@ -194,7 +226,7 @@ def test_a_name_that_is_not_utf8(tmp_path: Path) -> None:
 
 
 def test_stray_prints_break_no_line(tiny: Path) -> None:
-    with Stdio(tiny, noise="stray") as engine:
+    with Stdio(tiny, faulty=True) as engine:
         engine.ready()
         assert last(engine.answer({"id": 1, "op": "info"}))["event"] == "result"
         target = os.readlink(f"/proc/{engine.process.pid}/fd/1")
@@ -271,8 +303,17 @@ def test_a_deadline_counts_the_time_in_the_queue(shared: Stdio) -> None:
     assert third["id"] == 3 and third["finish_reason"] == "length" and third["timings"]["queued_ms"] >= 300
 
 
+def test_deadlines_do_not_ask_for_the_time_of_day(tiny: Path) -> None:
+    """Setting the clock changes nothing, because nobody looks at it: asking for it is an error in this process."""
+    with Stdio(tiny, "--write-timeout", 5000, faulty=True) as engine:
+        engine.ready()
+        began = time.monotonic()
+        done = last(engine.answer({"id": 1, **LONG, "deadline_ms": 300}))
+        assert done["finish_reason"] == "deadline" and 0.3 <= time.monotonic() - began < 5
+
+
 def test_cancels_behind_a_full_buffer_wait(tiny: Path) -> None:
-    with Stdio(tiny, limits={"line_bytes": 1000}) as engine:
+    with Stdio(tiny, "--limit-line", 1000) as engine:
         engine.ready()
         engine.send({"id": 1, **LONG, "max_tokens": 300})
         engine.until("token")
@@ -286,7 +327,7 @@ def test_cancels_behind_a_full_buffer_wait(tiny: Path) -> None:
 def test_a_flood_of_cancels_does_not_hold_a_request_up(tiny: Path) -> None:
     with Stdio(tiny) as engine:
         engine.ready()
-        engine.send({"id": 1, **LONG, "max_tokens": 100})
+        engine.send({"id": 1, **LONG, "max_tokens": 30})
         stop_sending = threading.Event()
 
         def flood() -> None:
@@ -309,7 +350,7 @@ def test_a_flood_of_cancels_does_not_hold_a_request_up(tiny: Path) -> None:
 
 
 def test_a_limit_on_the_prompt(tiny: Path) -> None:
-    with Stdio(tiny, limits={"prompt_tokens": 3, "max_tokens": 2, "line_bytes": 200}) as engine:
+    with Stdio(tiny, "--limit-prompt", 3, "--limit-tokens", 2, "--limit-line", 200) as engine:
         hello = engine.event()
         assert (hello["limits"]["prompt_tokens"], hello["limits"]["max_tokens"]) == (3, 2)
         engine.ready()
@@ -348,6 +389,7 @@ def test_a_reader_that_goes_away_during_a_request(tiny: Path, request_: dict[str
         assert engine.complaints() == ""
 
 
+@pytest.mark.model
 def test_a_reader_that_goes_away_while_loading(smollm2: Path) -> None:
     with Stdio(smollm2) as engine:
         engine.event()
@@ -365,7 +407,7 @@ def test_a_full_disk(tiny: Path) -> None:
 def test_a_reader_that_reads_nothing(tiny: Path) -> None:
     reads, writes = os.pipe()
     fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, 4096)
-    with Stdio(tiny, stdout=writes, limits={"write_timeout_ms": 500}) as engine:
+    with Stdio(tiny, "--write-timeout", 500, stdout=writes) as engine:
         os.close(writes)
         engine.reads = reads
         engine.ready()
@@ -374,6 +416,43 @@ def test_a_reader_that_reads_nothing(tiny: Path) -> None:
         assert engine.code() == 11
         assert 0.5 <= time.monotonic() - began < 10
         assert "the reader took nothing" in engine.complaints()
+    os.close(reads)
+
+
+def test_an_event_larger_than_the_pipe(tiny: Path) -> None:
+    """It is written in pieces that never block: to a reader that reads nothing the time-out applies as well."""
+    reads, writes = os.pipe()
+    fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, 4096)
+    with Stdio(tiny, "--write-timeout", 500, stdout=writes) as engine:
+        os.close(writes)
+        engine.reads = reads
+        engine.ready()
+        large = {"op": "tokenize", "text": "x y z " * 10_000}
+        assert len(engine.answer({"id": 1, **large})[0]["tokens"]) > 10_000
+        engine.send({"id": 2, **large})
+        assert engine.code() == 11
+    os.close(reads)
+
+
+def test_waiting_for_a_reader_costs_nothing(tiny: Path) -> None:
+    """Also when the input has ended, which `poll` would go on reporting."""
+    reads, writes = os.pipe()
+    fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, 4096)
+    with Stdio(tiny, stdout=writes) as engine:
+        os.close(writes)
+        engine.reads = reads
+        engine.ready()
+        engine.send({"id": 1, **LONG}, *({"id": 2, "op": "tokenize", "text": "x" * 1000} for _ in range(4000)))
+        engine.end_input()
+        time.sleep(0.5)
+
+        def ticks() -> int:
+            user, system = Path(f"/proc/{engine.process.pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]
+            return int(user) + int(system)
+
+        before = ticks()
+        time.sleep(0.5)
+        assert ticks() - before <= 0.1 * os.sysconf("SC_CLK_TCK")
     os.close(reads)
 
 
@@ -398,7 +477,7 @@ def test_a_slow_reader_can_still_cancel(tiny: Path) -> None:
 
 def test_a_client_that_only_writes(tiny: Path) -> None:
     """It blocks writing because nothing is read any more, because it reads nothing: the time-out resolves it."""
-    with Stdio(tiny, limits={"write_timeout_ms": 500, "line_bytes": 10_000}) as engine:
+    with Stdio(tiny, "--write-timeout", 500, "--limit-line", 10000) as engine:
         engine.ready()
         with pytest.raises(BrokenPipeError):
             for i in range(100_000):
@@ -454,6 +533,7 @@ def test_sigterm_with_a_blocked_reader(tiny: Path) -> None:
     os.close(reads)
 
 
+@pytest.mark.model
 def test_sigterm_while_loading(smollm2: Path) -> None:
     with Stdio(smollm2) as engine:
         engine.until("loading")
@@ -528,17 +608,16 @@ def test_vanishing_readers(tiny: Path) -> None:
             assert engine.code() == -signal.SIGPIPE and engine.complaints() == ""
 
 
-@pytest.mark.parametrize("closed", [0, 1])
-def test_closed_descriptors(tiny: Path, closed: int) -> None:
+@pytest.mark.parametrize(("closed", "code"), [(0, 0), (1, 11)])
+def test_closed_descriptors(tiny: Path, closed: int, code: int) -> None:
+    """A closed input has ended, a closed output takes nothing; neither becomes a file that is opened later."""
     process = start(
-        "stdio",
-        tiny,
-        {},
+        command("stdio", tiny),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         preexec_fn=lambda: os.close(closed),
     )
     try:
-        assert process.wait(30) == 11
+        assert process.wait(30) == code
     finally:
         stop(process)

@@ -1,5 +1,6 @@
 """The Unix socket, with a real engine in a real process, and real clients."""
 
+import fcntl
 import json
 import os
 import random
@@ -18,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from reflex_ipc import listener
+from reflex_ipc.errors import InputOutputError
 from tests.wire import PATIENCE, Socket, command, resident_kilobytes, start, stop
 
 LONG = {"op": "generate", "prompt": "Hello", "max_tokens": 4000, "ignore_eos": True}
@@ -39,9 +42,9 @@ def private() -> Iterator[Path]:
 class Server:
     """A `uds` process."""
 
-    def __init__(self, model: object, path: Path, **options: Any):
+    def __init__(self, model: object, path: Path, *options: object, faulty: bool = False):
         self.path = path
-        self.process = start("uds", model, {"path": str(path), **options}, stdin=subprocess.DEVNULL)
+        self.process = start(command("uds", model, path, *options, faulty=faulty), stdin=subprocess.DEVNULL)
 
     def connect(self) -> Socket:
         return Socket(self.path)
@@ -167,6 +170,23 @@ def test_a_race_for_one_path(tiny: Path, private: Path) -> None:
                 stop(each.process)  # kills the one that serves: the next round finds a dead socket
 
 
+def test_a_lock_file_that_is_removed_while_another_waits_for_it(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine ends between another's opening the lock file and locking it: that lock would be of no file."""
+    path = str(private / "handover")
+    first = listener.listen(path)
+    plain = fcntl.flock
+
+    def flock(fd: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", plain)
+        first.__exit__()
+        plain(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with listener.listen(path), pytest.raises(InputOutputError, match="another engine"):
+        listener.listen(path)
+    assert not os.path.lexists(path) and not os.path.lexists(path + ".lock")
+
+
 def test_whatever_else_is_at_the_path(tiny: Path, private: Path) -> None:
     file = private / "file"
     file.write_text("precious")
@@ -237,7 +257,7 @@ def test_directories_that_others_can_write_to(tiny: Path, private: Path) -> None
 
 def test_the_default_path(tiny: Path, private: Path) -> None:
     for environment, code in (({"XDG_RUNTIME_DIR": str(private)}, 0), ({"XDG_RUNTIME_DIR": ""}, 2)):
-        process = start("uds", tiny, {}, stdin=subprocess.DEVNULL, environment=environment)
+        process = start(command("uds", tiny), stdin=subprocess.DEVNULL, environment=environment)
         try:
             if code == 0:
                 with Socket(private / "reflex.sock") as client:
@@ -251,6 +271,7 @@ def test_the_default_path(tiny: Path, private: Path) -> None:
 # Connections
 
 
+@pytest.mark.model
 def test_hello_comes_while_the_model_loads(smollm2: Path, private: Path) -> None:
     with Server(smollm2, private / "slow") as server, server.connect() as client:
         events = [each["event"] for each in client.until("ready")]
@@ -265,6 +286,20 @@ def test_a_model_that_cannot_be_opened(private: Path) -> None:
         _, message = server.complaints()
         assert "missing.gguf" in message
     assert not (private / "bad").exists() and not (private / "bad.lock").exists()
+
+
+def test_a_lost_device_is_told_to_everyone(tiny: Path, private: Path) -> None:
+    with Server(tiny, private / "lost", faulty=True) as server, server.connect() as asker, server.connect() as other:
+        asker.ready()
+        other.ready()
+        asker.send({"id": 1, "op": "detokenize", "tokens": [13]})
+        errors = [asker.rest(), other.rest()]
+        assert [[(each["id"], each["code"], each["fatal"]) for each in events] for events in errors] == [
+            [(1, "device", True)],
+            [(None, "device", True)],
+        ]
+        assert server.code() == 5
+    assert not (private / "lost").exists()
 
 
 def test_an_idle_connection_blocks_nobody(server: Server) -> None:
@@ -345,8 +380,8 @@ def test_closing_cancels_and_half_closing_does_not(server: Server) -> None:
 
 
 def test_a_reader_that_reads_nothing(tiny: Path, private: Path) -> None:
-    limits = {"write_timeout_ms": 700}
-    with Server(tiny, private / "lazy", limits=limits) as server, server.connect() as lazy, server.connect() as other:
+    patience = ("--write-timeout", 700)
+    with Server(tiny, private / "lazy", *patience) as server, server.connect() as lazy, server.connect() as other:
         lazy.ready()
         other.ready()
         lazy.send(*({"id": i, **LONG, "top_logprobs": 20, "max_tokens": 1000} for i in range(3)))
@@ -398,7 +433,7 @@ def test_nothing_is_reused_across_connections(server: Server) -> None:
 
 
 def test_exit_after_idle(tiny: Path, private: Path) -> None:
-    with Server(tiny, private / "idle", exit_after_idle=1.0) as server, server.connect() as client:
+    with Server(tiny, private / "idle", "--exit-after-idle", 1) as server, server.connect() as client:
         client.ready()
         for _ in range(4):
             time.sleep(0.5)
@@ -410,7 +445,7 @@ def test_exit_after_idle(tiny: Path, private: Path) -> None:
 
 
 def test_exit_after_idle_does_not_cut_a_request(tiny: Path, private: Path) -> None:
-    with Server(tiny, private / "idle", exit_after_idle=0.2) as server, server.connect() as client:
+    with Server(tiny, private / "idle", "--exit-after-idle", 0.2) as server, server.connect() as client:
         client.ready()
         events = client.answer({"id": 1, **LONG, "max_tokens": 1500})
         assert events[-1]["finish_reason"] == "length"
@@ -429,6 +464,7 @@ def test_sigterm_during_a_request(tiny: Path, private: Path) -> None:
     assert not (private / "cut").exists()
 
 
+@pytest.mark.model
 def test_sigterm_while_loading(smollm2: Path, private: Path) -> None:
     with Server(smollm2, private / "early") as server, server.connect() as client:
         client.until("loading")
@@ -438,6 +474,7 @@ def test_sigterm_while_loading(smollm2: Path, private: Path) -> None:
     assert not (private / "early").exists()
 
 
+@pytest.mark.model
 def test_one_connection_too_many_while_loading(smollm2: Path, private: Path) -> None:
     with Server(smollm2, private / "crowd") as server:
         clients = [server.connect() for _ in range(8)]
@@ -464,7 +501,7 @@ def activated(
             os.dup2(handed.fileno(), fd)
         os.environ.update({name: value.replace("OWN", str(os.getpid())) for name, value in variables.items()})
         os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
-        arguments = command("uds", model, {})
+        arguments = command("uds", model)
         os.closerange(max(3, fd + 1), 200)
         os.execv(arguments[0], arguments)
 
@@ -549,7 +586,7 @@ def test_activation_with_what_is_no_stream_socket(tiny: Path, private: Path) -> 
 def test_systemd(tiny: Path, private: Path, accept: bool) -> None:
     path = private / f"systemd{accept}"
     activate = ["systemd-socket-activate", "-l", str(path), *(["--accept"] if accept else [])]
-    activate += ["-E", f"PYTHONPATH={Path(__file__).parents[1]}", *command("uds", tiny, {})]
+    activate += ["-E", f"PYTHONPATH={Path(__file__).parents[1]}", *command("uds", tiny)]
     process = subprocess.Popen(activate, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
         for _ in range(2):

@@ -74,15 +74,24 @@ class Lines:
         return events
 
 
-def command(kind: str, model: object, options: dict[str, Any]) -> list[str]:
-    return [sys.executable, str(ROOT / "tests" / "serve.py"), kind, str(model), json.dumps(options)]
+def command(kind: str, model: object, *options: object, faulty: bool = False) -> list[str]:
+    """The command line; `faulty` runs it with an engine that misbehaves when it is asked to."""
+    program = [str(ROOT / "tests" / "faulty.py")] if faulty else ["-m", "reflex_ipc"]
+    return [sys.executable, *program, kind, str(model), *map(str, options), "--backend", "cpu", "--threads", "1"]
 
 
 class Stdio(Lines):
     """A `stdio` process. As a context manager it is killed at the end, if it has not ended by then."""
 
-    def __init__(self, model: object, *, stdin: Any = subprocess.PIPE, stdout: Any = subprocess.PIPE, **options: Any):
-        self.process = start("stdio", model, options, stdin=stdin, stdout=stdout)
+    def __init__(
+        self,
+        model: object,
+        *options: object,
+        stdin: Any = subprocess.PIPE,
+        stdout: Any = subprocess.PIPE,
+        faulty: bool = False,
+    ):
+        self.process = start(command("stdio", model, *options, faulty=faulty), stdin=stdin, stdout=stdout)
         super().__init__(
             self.process.stdout.fileno() if self.process.stdout else -1,
             self.process.stdin.fileno() if self.process.stdin else -1,
@@ -111,10 +120,10 @@ class Stdio(Lines):
         return self.process.stderr.read().decode()
 
 
-def start(kind: str, model: object, options: dict[str, Any], **pipes: Any) -> subprocess.Popen[bytes]:
+def start(arguments: list[str], **pipes: Any) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **pipes.pop("environment", {})}
     pipes.setdefault("stderr", subprocess.PIPE)
-    return subprocess.Popen(command(kind, model, options), env=environment, bufsize=0, **pipes)
+    return subprocess.Popen(arguments, env=environment, bufsize=0, **pipes)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

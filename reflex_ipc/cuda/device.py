@@ -322,6 +322,20 @@ def start_driver(index: int = 0, library: str = LIBRARY) -> Opening:
     return Opening(index, library)
 
 
+def capabilities(cu: Driver) -> list[tuple[int, int]]:
+    """The compute capability of every device, without opening any. The driver must have been started."""
+    found, value, handle = [], ctypes.c_int(), ctypes.c_int()
+    cu.check(cu.cuDeviceGetCount(ctypes.byref(value)), "counting the devices")
+    for index in range(value.value):
+        cu.check(cu.cuDeviceGet(ctypes.byref(handle), index), "opening device %d", index)
+        version = []
+        for number in (Device.CAPABILITY_MAJOR, Device.CAPABILITY_MINOR):
+            cu.check(cu.cuDeviceGetAttribute(ctypes.byref(value), number, handle), "asking for attribute %d", number)
+            version.append(value.value)
+        found.append((version[0], version[1]))
+    return found
+
+
 def _name(cu: Driver, index: int) -> str:
     handle, text = ctypes.c_int(), ctypes.create_string_buffer(256)
     cu.check(cu.cuDeviceGet(ctypes.byref(handle), index), "opening device %d", index)

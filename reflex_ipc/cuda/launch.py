@@ -31,11 +31,15 @@ if TYPE_CHECKING:
 
 LIB = os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib")
 
+# PTX does not say whether an integer has a sign: a negative one is packed by the second.
 _PACKERS = {
-    "u8": Struct("<B"), "s8": Struct("<b"), "u16": Struct("<H"), "s16": Struct("<h"),
-    "u32": Struct("<I"), "s32": Struct("<i"), "u64": Struct("<Q"), "s64": Struct("<q"),
-    "f32": Struct("<f"), "f64": Struct("<d"),
-}  # fmt: skip
+    "u8": (Struct("<B"), Struct("<b")),
+    "u16": (Struct("<H"), Struct("<h")),
+    "u32": (Struct("<I"), Struct("<i")),
+    "u64": (Struct("<Q"), Struct("<q")),
+    "f32": (Struct("<f"), Struct("<f")),
+    "f64": (Struct("<d"), Struct("<d")),
+}
 
 _ALWAYS_ALLOWED = 48 << 10  # bytes of dynamic shared memory that need no opt-in
 
@@ -80,7 +84,7 @@ def choose(capability: tuple[int, int], targets: "Sequence[str]", ptx_only: bool
 
 
 class Parameter:
-    """One parameter of a kernel: its PTX type ("u64", "s32", "f32", "b8[128]"), offset and size in bytes."""
+    """One parameter of a kernel: its PTX type ("u64", "u32", "f32", "b8[128]"), offset and size in bytes."""
 
     __slots__ = ("offset", "size", "type")
 
@@ -88,7 +92,7 @@ class Parameter:
         self.type, _, offset = text.partition("@")
         self.offset = int(offset)
         if self.type in _PACKERS:
-            self.size = _PACKERS[self.type].size
+            self.size = _PACKERS[self.type][0].size
         else:  # an array of bytes, as structures and half floats are passed
             self.size = int(self.type[self.type.index("[") + 1 : -1])
 
@@ -208,14 +212,15 @@ class Function:
     def _compare(self, path: str) -> None:
         cu, found = self.device.cu, []
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-        # One index more than the manifest has must be refused, so that a parameter too many is seen as well.
+        # One index more than the manifest has must be refused, so that a parameter too many is seen as well. Offsets
+        # are the driver's business: it moves what wants 128 bytes of alignment, and takes a pointer to each argument.
         for index in range(len(self.parameters) + 1):
             if cu.cuFuncGetParamInfo(self.handle, index, ctypes.byref(offset), ctypes.byref(size)):
                 break
-            found.append((offset.value, size.value))
-        if found != [(p.offset, p.size) for p in self.parameters]:
+            found.append(size.value)
+        if found != [p.size for p in self.parameters]:
             raise DeviceError(
-                f"{self.name} in {path} takes {found} (offset, size), the manifest says "
+                f"{self.name} in {path} takes parameters of {found} bytes, the manifest says "
                 f"{' '.join(map(str, self.parameters))}: build the kernels again"
             )
 
@@ -337,15 +342,17 @@ class Launch:
     def set(self, index: int, value: "Argument") -> None:
         """Change one argument of the launches to come."""
         parameter = self.function.parameters[index]
-        packer = _PACKERS.get(parameter.type)
+        packers = _PACKERS.get(parameter.type)
         try:
-            if packer is not None:
-                packer.pack_into(self._buffer, parameter.offset, value)
-            elif isinstance(value, bytes) and len(value) == parameter.size:
+            if isinstance(value, bytes):
+                if packers is not None or len(value) != parameter.size:
+                    raise StructError(f"{len(value)} bytes")
                 ctypes.memmove(ctypes.addressof(self._buffer) + parameter.offset, value, len(value))
-            else:
+            elif packers is None:
                 raise StructError(f"needs {parameter.size} bytes")
-        except StructError as error:
+            else:
+                packers[value < 0].pack_into(self._buffer, parameter.offset, value)
+        except (StructError, OverflowError) as error:
             raise DeviceError(
                 f"{self.function.name}: parameter {index} ({parameter.type}) does not take {value!r}: {error}"
             ) from None

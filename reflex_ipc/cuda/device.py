@@ -304,17 +304,26 @@ class Opening:
     def wait(self) -> Device:
         """The device, current in the calling thread. Raises as `Device` does; may be called again."""
         with self._done:
-            if self._error is not None:
-                raise self._error
-            assert self._device is not None
-            self._device.make_current()
-            return self._device
+            if self._error is None and self._device is not None:
+                try:
+                    self._device.make_current()
+                    return self._device
+                except ReflexError as error:
+                    self._error = error
+                    self._close()
+            raise self._error or DeviceError("the device was not opened")
 
     def close(self) -> None:
         """Wait for the thread and give back what it opened: for whoever fails before `wait`."""
         with self._done:
-            if self._device is not None:
+            self._close()
+
+    def _close(self) -> None:
+        if self._device is not None:
+            try:
                 self._device.close()
+            except ReflexError as error:
+                self._error = self._error or error
 
 
 def start_driver(index: int = 0, library: str = LIBRARY) -> Opening:

@@ -174,9 +174,9 @@ PROTOTYPES = {
     "cuGraphExecKernelNodeSetParams_v2": "ppp",
 }
 
+INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
 NO_DEVICE = 100
-INVALID_DEVICE = 101
 DEVICE_UNAVAILABLE = 46
 NOT_READY = 600
 NOT_SUPPORTED = 801
@@ -311,6 +311,8 @@ class Driver:
             self.check(self.cuDeviceGetCount(ctypes.byref(count)), "counting the devices")
         if code == NO_DEVICE or not (code or count.value):
             raise NoDeviceError(f"the NVIDIA driver shows no device: {_why_no_device()}")
+        if code == OUT_OF_MEMORY:
+            self.fail(code, "starting the NVIDIA driver")
         if code:
             name, words = self.describe(code)
             remedy = REMEDIES.get(name, "`nvidia-smi` may say more, or use --backend cpu")

@@ -16,7 +16,7 @@ from functools import partial
 from struct import Struct
 from struct import error as StructError
 
-from reflex_ipc.cuda.driver import LaunchAttribute, LaunchConfig, NoDeviceError
+from reflex_ipc.cuda.driver import INVALID_VALUE, LaunchAttribute, LaunchConfig, NoDeviceError
 from reflex_ipc.cuda.memory import Resource
 from reflex_ipc.errors import DeviceError
 
@@ -215,8 +215,10 @@ class Function:
         # One index more than the manifest has must be refused, so that a parameter too many is seen as well. Offsets
         # are the driver's business: it moves what wants 128 bytes of alignment, and takes a pointer to each argument.
         for index in range(len(self.parameters) + 1):
-            if cu.cuFuncGetParamInfo(self.handle, index, ctypes.byref(offset), ctypes.byref(size)):
+            code = cu.cuFuncGetParamInfo(self.handle, index, ctypes.byref(offset), ctypes.byref(size))
+            if code == INVALID_VALUE:
                 break
+            cu.check(code, "asking for the parameters of %s", self.name)
             found.append(size.value)
         if found != [p.size for p in self.parameters]:
             raise DeviceError(

@@ -138,7 +138,7 @@ class GrowingBuffer(Resource):
         """Back the bytes [start, stop) of the range with memory, where they are not yet."""
         if not 0 <= start <= stop <= self.size:
             raise OutOfMemoryError(f"{self.what}: bytes {start} to {stop} lie outside the {self.size} reserved")
-        if not self.on_demand:
+        if not self.on_demand or start == stop:
             return
         granule, last = start // self.granule, -(-stop // self.granule)
         while granule < last:

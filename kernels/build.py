@@ -284,6 +284,12 @@ def source_hashes() -> dict[str, str]:
     return {str(path.relative_to(HERE)): _sha256(path) for path in sorted(paths)}
 
 
+def is_stale(lib: Path = LIB) -> bool:
+    """Whether what lies in `lib` was built from other sources than are here now."""
+    made = json.loads((lib / "manifest.json").read_text())
+    return bool(made["sources"] != source_hashes())
+
+
 def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 

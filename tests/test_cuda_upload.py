@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from reflex_ipc.cuda import upload as upload_module
 from reflex_ipc.cuda.copiers import Copier, MappedCopier
 from reflex_ipc.cuda.device import Device
-from reflex_ipc.cuda.upload import BUFFERS, CHUNK, PADDING, THREADS, Upload, cut, page_cache, usable_cores
+from reflex_ipc.cuda.upload import BUFFERS, CHUNK, PADDING, THREADS, Upload, cut, page_cache
 from reflex_ipc.errors import DeviceError, ModelFileError, OutOfMemoryError
 
 SIZE = 21 * (1 << 20) + 12345
@@ -226,17 +226,6 @@ def test_a_cold_file_is_read_ahead(fake: Fake, lib: Path, model: int, data: byte
             assert device.stream().read(memory.address, SIZE - 1024) == data[1024:]
             assert (upload.timings["cache"], upload.timings["way"], upload.timings["threads"]) == ("cold", way, threads)
             upload.close()
-
-
-def test_cores_are_what_the_process_may_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    real = open
-    quota = tmp_path / "cpu.max"
-    monkeypatch.setattr("builtins.open", lambda path, *a, **k: real(quota if path == "/sys/fs/cgroup/cpu.max" else path, *a, **k))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    assert usable_cores() == 8
-    for text, expected in (("max 100000", 8), ("150000 100000", 2), ("50000 100000", 1), ("9900000 100000", 8), ("what", 8)):
-        quota.write_text(text + "\n")
-        assert usable_cores() == expected
 
 
 # Faults

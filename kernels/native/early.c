@@ -1,4 +1,4 @@
-/* Loaded before an interpreter (LD_PRELOAD), this starts the CUDA driver in a thread, so that the interpreter's own start
+/* Preloaded before an interpreter (LD_PRELOAD), this starts the CUDA driver in a thread, so that the interpreter's own start
  * costs nothing: later calls of cuInit and cuDevicePrimaryCtxRetain wait for what is under way here.
  *
  * The launcher sets REFLEX_EARLY to the number of the device; without it, as when the library is loaded for its other
@@ -19,14 +19,26 @@ static double now(void) {
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
-static void *bring_up(void *device) {
+static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER;
+
+/* The driver's own exit handlers must not run while it is still starting. */
+static void settle(void) { pthread_mutex_lock(&busy); }
+
+static void start_driver(int device) {
     void *context, *library = dlopen("libcuda.so.1", RTLD_NOW);
-    if (!library) return NULL;
+    if (!library) return;
+    atexit(settle); /* after the driver's, so that it runs before them */
     int (*init)(unsigned) = (int (*)(unsigned))dlsym(library, "cuInit");
     int (*retain)(void **, int) = (int (*)(void **, int))dlsym(library, "cuDevicePrimaryCtxRetain");
-    if (!init || !retain || init(0)) return NULL;
+    if (!init || !retain || init(0)) return;
     times[1] = now();
-    if (retain(&context, (int)(long)device) == 0) times[2] = now();
+    if (retain(&context, device) == 0) times[2] = now();
+}
+
+static void *bring_up(void *device) {
+    pthread_mutex_lock(&busy);
+    start_driver((int)(long)device);
+    pthread_mutex_unlock(&busy);
     return NULL;
 }
 

@@ -5,6 +5,7 @@
 """
 
 import _thread
+import atexit
 import ctypes
 import time
 
@@ -291,6 +292,8 @@ class Opening:
         self._error: BaseException | None = None
         self._done = _thread.allocate_lock()
         self._done.acquire()
+        # The driver's own exit handlers must not run while it is still starting.
+        atexit.register(self._settle)
         _thread.start_new_thread(self._open, (index, library))
 
     def _open(self, index: int, library: str) -> None:
@@ -300,6 +303,10 @@ class Opening:
             self._error = error
         finally:
             self._done.release()
+
+    def _settle(self) -> None:
+        with self._done:
+            pass
 
     def wait(self) -> Device:
         """The device, current in the calling thread. Raises as `Device` does; may be called again."""

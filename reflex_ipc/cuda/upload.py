@@ -23,6 +23,7 @@ from reflex_ipc.cuda import native
 from reflex_ipc.cuda.copiers import Chunk, Copier, MappedCopier, NativeCopier
 from reflex_ipc.cuda.launch import LIB
 from reflex_ipc.cuda.memory import Resource
+from reflex_ipc.environment import usable_cpus
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Upload(Resource):
         CLOCK_MONOTONIC seconds "started" and "done"."""
         self._attached = False
         self._size = size
-        self._cores = cores or usable_cores()
+        self._cores = cores or usable_cpus()
         self._native = native.load(lib)
         self._groups = 0
         # With few cores the way depends on the page cache, which is asked for when the order is known.
@@ -176,13 +177,3 @@ def page_cache(groups: "Sequence[Group]") -> str:
             return "cold" if error.errno == EAGAIN else "unknown"
     return "warm"
 
-
-def usable_cores() -> int:
-    """Processors this process may use: its affinity, bounded by the control group's quota, as containers set it."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
-            quota, period = file.read().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, -(-int(quota) // int(period))))

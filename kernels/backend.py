@@ -11,7 +11,6 @@ import sysconfig
 from collections.abc import Mapping
 from typing import Any
 
-import build
 from setuptools import build_meta
 from setuptools.build_meta import (
     build_sdist,
@@ -19,6 +18,8 @@ from setuptools.build_meta import (
     prepare_metadata_for_build_editable,
     prepare_metadata_for_build_wheel,
 )
+
+import build
 
 __all__ = [
     "build_editable",
@@ -73,9 +74,9 @@ def build_wheel(directory: str, config_settings: Settings = None, metadata_direc
         # Machine code is inside: the wheel is for this platform.
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         settings.setdefault("--build-option", ["--plat-name", platform])
-    return build_meta.build_wheel(directory, settings, metadata_directory)
+    return str(build_meta.build_wheel(directory, settings, metadata_directory))
 
 
 def build_editable(directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
     _build_kernels()
-    return build_meta.build_editable(directory, config_settings, metadata_directory)
+    return str(build_meta.build_editable(directory, config_settings, metadata_directory))

@@ -21,11 +21,13 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import objects
+import seal
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -36,14 +38,9 @@ ARCHITECTURES = ("sm_75", "sm_80", "sm_90a", "sm_100", "sm_120")  # 8.6 and 8.9 
 PTX = "compute_80"  # the oldest that has everything the general code paths use; newer devices compile it
 LARGEST = 8 << 20  # bytes of one target, all files together
 
-NVCC_PACKAGES = (
-    "nvidia-cuda-nvcc==13.0.88",
-    "nvidia-nvvm==13.0.88",
-    "nvidia-cuda-crt==13.0.88",
-    "nvidia-cuda-runtime==13.0.96",
-    "nvidia-cuda-cccl==13.0.85",
-)
-"""What `cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]==13.0.2` brings. Newer ones emit PTX that a 580 driver refuses."""
+with open(ROOT / "pyproject.toml", "rb") as _file:
+    NVCC_PACKAGES: list[str] = tomllib.load(_file)["project"]["optional-dependencies"]["nvcc"]
+"""The compiler on PyPI."""
 
 NVCC_FLAGS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Werror", "all-warnings")
 PTXAS_FLAGS = ("-O3", "-v")
@@ -220,8 +217,9 @@ def check_names(built: Sequence[Object]) -> None:
                 raise BuildError(f"{name} takes other parameters on {first.target} than on {made.target}")
 
 
-def check_spills(built: Sequence[Object], record: bool, path: Path = HERE / "spills.json") -> None:
+def check_spills(built: Sequence[Object], record: bool) -> None:
     """Fail when a kernel spills more bytes than the list allows; with `record`, write the list instead."""
+    path = HERE / "spills.json"
     now = {
         f"{name} {made.target}": usage.spill
         for made in built
@@ -268,6 +266,7 @@ def manifest(compiler: Compiler, built: Sequence[Object], root: Path) -> dict[st
     return {
         "nvcc": compiler.version,
         "flags": {"nvcc": NVCC_FLAGS, "ptxas": PTXAS_FLAGS},
+        "verification": seal.Seal().status(),
         "sources": source_hashes(),
         "files": {
             str(path.relative_to(root)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}

@@ -81,9 +81,14 @@ def _sections(data: bytes) -> list[tuple[str, bytes]]:
     if names >= count:
         raise FormatError("the section names are missing")
     strings = _bytes_of(data, headers[names])
-    return [
-        (strings[header[0] : strings.index(b"\0", header[0])].decode(), _bytes_of(data, header)) for header in headers
-    ]
+    return [(_text_at(strings, header[0]), _bytes_of(data, header)) for header in headers]
+
+
+def _text_at(strings: bytes, at: int) -> str:
+    end = strings.find(b"\0", at)
+    if end < 0:
+        raise FormatError("a section's name lies outside the names")
+    return strings[at:end].decode("ascii", "replace")
 
 
 def _bytes_of(data: bytes, header: tuple[int, int, int, int]) -> bytes:
@@ -107,6 +112,8 @@ def _parameter_records(name: str, section: bytes) -> list[tuple[int, int, int]]:
         if at + size > len(section):
             raise FormatError(f"{name}: an attribute runs past its section")
         if attribute == parameter_info:
+            if size < 12:
+                raise FormatError(f"{name}: a parameter of {size} bytes")
             _, ordinal, offset, word = struct.unpack_from("<IHHI", section, at)
             records.append((ordinal, offset, word >> 18))
         at += size

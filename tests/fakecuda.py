@@ -6,8 +6,6 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from reflex_ipc.cuda.driver import Driver
 
 ROOT = Path(__file__).parent.parent
@@ -16,7 +14,18 @@ SOURCE = Path(__file__).with_name("fakecuda.c")
 
 def compile_c(sources: list[Path], flags: tuple[str, ...] = ()) -> Path:
     """A shared library from C sources, kept in build/tests by the hash of what went into it."""
-    command = [os.environ.get("CC", "cc"), "-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", *flags]
+    command = [
+        os.environ.get("CC", "cc"),
+        "-std=gnu11",
+        "-O1",
+        "-g",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-fPIC",
+        "-shared",
+        *flags,
+    ]
     digest = hashlib.sha256(repr(command).encode() + b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
     out = ROOT / "build" / "tests" / f"{sources[0].stem}-{digest}.so"
     if not out.exists():
@@ -30,6 +39,13 @@ def compile_c(sources: list[Path], flags: tuple[str, ...] = ()) -> Path:
 def library() -> Path:
     """The fake's path."""
     return compile_c([SOURCE])
+
+
+DEFAULTS = {
+    "deferred": 0, "devices": 1, "major": 9, "minor": 0, "memory": 1 << 30, "virtual_memory": 1,
+    "read_only_register": 1, "compute_mode": 0, "version": 13000, "init_ms": 0, "context_ms": 0, "registrable": 1, "energy": 1,
+}  # fmt: skip
+"""What can be set, and to what it is when nobody does; as `settings` in fakecuda.c."""
 
 
 class Fake:
@@ -55,15 +71,10 @@ class Fake:
         function.restype = ctypes.c_char_p
         return function
 
-    DEFAULTS = {  # noqa: RUF012
-        "deferred": 0, "devices": 1, "major": 9, "minor": 0, "memory": 1 << 30, "virtual_memory": 1, "read_only_register": 1,
-        "compute_mode": 0, "version": 13000, "init_ms": 0, "context_ms": 0, "registrable": 1, "energy": 1,
-    }  # fmt: skip
-
     def set(self, **settings: int) -> None:
         """Change how the fake behaves, until the end of the test."""
         for name, value in settings.items():
-            assert name in self.DEFAULTS
+            assert name in DEFAULTS
             self._changed.add(name)
             self.c.fake_set(name.encode(), value)
 
@@ -101,15 +112,5 @@ class Fake:
     def end(self) -> None:
         """Put the settings back."""
         for name in self._changed:
-            self.c.fake_set(name.encode(), self.DEFAULTS[name])
+            self.c.fake_set(name.encode(), DEFAULTS[name])
         self.c.fake_reset()
-
-
-@pytest.fixture
-def fake():
-    """A fresh fake driver; a test that leaves a violation or a leak fails."""
-    fake = Fake()
-    yield fake
-    violations, leaks = fake.violations, fake.leaks
-    fake.end()
-    assert (violations, leaks) == ([], [])

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fakecuda import ROOT, Fake, compile_c, fake  # noqa: F401
+from fakecuda import ROOT, Fake, compile_c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +17,8 @@ from reflex_ipc.cuda.copiers import Copier, MappedCopier
 from reflex_ipc.cuda.device import Device
 from reflex_ipc.cuda.upload import BUFFERS, CHUNK, PADDING, THREADS, Upload, cut, page_cache
 from reflex_ipc.errors import DeviceError, ModelFileError, OutOfMemoryError
+
+pytest_plugins = ["fakecuda_fixtures"]
 
 SIZE = 21 * (1 << 20) + 12345
 
@@ -70,8 +72,10 @@ def groups_of(fd: int, size: int = SIZE, seed: int = 0) -> list[tuple[int, list[
 # Cutting
 
 
-@given(st.lists(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3), st.integers(0, 4000), st.booleans())), max_size=8))
-@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3), st.integers(0, 4000), st.booleans())), max_size=8)
+)
+@settings(max_examples=150, deadline=None)
 def test_chunks_cover_every_piece_in_order(plan):
     size = 1024
     ends = [100, 5000]
@@ -99,7 +103,11 @@ def test_chunks_cover_every_piece_in_order(plan):
     for index, fd, offset, length, place in pieces:
         at = offset
         while at < offset + length:
-            start = next(s for (f, s, shift), (e, _, _) in place_of.items() if f == fd and shift == place - offset and s <= at < e)
+            start = next(
+                s
+                for (f, s, shift), (e, _, _) in place_of.items()
+                if f == fd and shift == place - offset and s <= at < e
+            )
             end, first_group, last_group = place_of[fd, start, place - offset]
             assert first_group <= index <= last_group
             at = end
@@ -109,7 +117,12 @@ def test_chunks_cover_every_piece_in_order(plan):
 
 
 def test_chunks_cross_the_borders_of_tensors_and_groups():
-    groups = [(0, [(5, 64, 1000, 0), (5, 1088, 900, 1024)]), (1, []), (2, [(5, 1988, 100, 1924)]), (3, [(5, 4096, 10, 9000)])]
+    groups = [
+        (0, [(5, 64, 1000, 0), (5, 1088, 900, 1024)]),
+        (1, []),
+        (2, [(5, 1988, 100, 1924)]),
+        (3, [(5, 4096, 10, 9000)]),
+    ]
     assert cut(groups, 1024) == (
         [(5, 0, 0, 64, 960, 0), (5, 0, 2, 1024, 1024, 960), (5, 2, 2, 2048, 40, 1984), (5, 3, 3, 4096, 10, 9000)], 4
     )  # fmt: skip
@@ -124,7 +137,7 @@ def run(device: Device, upload: Upload, groups, memory) -> None:
 
 
 @pytest.mark.parametrize("deferred", [0, 1])
-def test_every_byte_arrives(fake: Fake, way, model: int, data: bytes, deferred: int):  # noqa: F811
+def test_every_byte_arrives(fake: Fake, way, model: int, data: bytes, deferred: int):
     fake.set(deferred=deferred)
     with Device(0, fake.cu) as device:
         memory, stream = device.allocate(SIZE - 1024, "weights"), device.stream()
@@ -145,7 +158,7 @@ def test_every_byte_arrives(fake: Fake, way, model: int, data: bytes, deferred: 
         assert [line for line in fake.leaks if not line.startswith(("device memory", "stream", "context"))] == []
 
 
-def test_several_files(fake: Fake, way, tmp_path: Path, data: bytes):  # noqa: F811
+def test_several_files(fake: Fake, way, tmp_path: Path, data: bytes):
     fds = []
     for i in range(3):
         (tmp_path / f"{i}").write_bytes(data[i * 1_000_000 : (i + 1) * 1_000_000])
@@ -160,7 +173,7 @@ def test_several_files(fake: Fake, way, tmp_path: Path, data: bytes):  # noqa: F
         os.close(fd)
 
 
-def test_nothing_to_copy(fake: Fake, way):  # noqa: F811
+def test_nothing_to_copy(fake: Fake, way):
     with Device(0, fake.cu) as device:
         memory, stream = device.allocate(1, "weights"), device.stream()
         upload = Upload(0, **way)
@@ -172,7 +185,7 @@ def test_nothing_to_copy(fake: Fake, way):  # noqa: F811
 # Choosing
 
 
-def description(fake: Fake, groups, **options: object) -> dict[str, object]:  # noqa: F811
+def description(fake: Fake, groups, **options: object) -> dict[str, object]:
     with Device(0, fake.cu) as device:
         memory = device.allocate(SIZE, "weights")
         upload = Upload(SIZE, **options)
@@ -182,10 +195,15 @@ def description(fake: Fake, groups, **options: object) -> dict[str, object]:  # 
         return upload.timings
 
 
-def test_what_there_is_decides_how(fake: Fake, lib: Path, tmp_path: Path, model: int):  # noqa: F811
+def test_what_there_is_decides_how(fake: Fake, lib: Path, tmp_path: Path, model: int):
     groups = groups_of(model)
     many = description(fake, groups, cores=16, lib=str(lib))
-    assert (many["way"], many["threads"], many["buffers"], many["chunk"]) == ("native", 3, BUFFERS, CHUNK)  # a small file
+    assert (many["way"], many["threads"], many["buffers"], many["chunk"]) == (
+        "native",
+        3,
+        BUFFERS,
+        CHUNK,
+    )  # a small file
     assert (many["cache"], many["cores"]) == ("warm", 16)
     assert description(fake, groups, cores=2, lib=str(lib))["way"] == "mapped"
     assert description(fake, groups, cores=16, lib=str(tmp_path))["way"] == "mapped"
@@ -196,14 +214,14 @@ def test_what_there_is_decides_how(fake: Fake, lib: Path, tmp_path: Path, model:
     many.close()
 
 
-def test_what_cannot_be_page_locked_is_read(fake: Fake, lib: Path, model: int):  # noqa: F811
+def test_what_cannot_be_page_locked_is_read(fake: Fake, lib: Path, model: int):
     for settings_ in ({"read_only_register": 0}, {"read_only_register": 1, "registrable": 0}):
         fake.set(**settings_)
         assert description(fake, groups_of(model), cores=1, lib=str(lib))["way"] == "mapped"
         assert not any(line.startswith("cuMemHostUnregister") for line in fake.log)
 
 
-def test_a_cold_file_is_read_ahead(fake: Fake, lib: Path, model: int, data: bytes, tmp_path: Path):  # noqa: F811
+def test_a_cold_file_is_read_ahead(fake: Fake, lib: Path, model: int, data: bytes, tmp_path: Path):
     def cool() -> bool:
         os.fsync(model)
         os.posix_fadvise(model, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -231,7 +249,7 @@ def test_a_cold_file_is_read_ahead(fake: Fake, lib: Path, model: int, data: byte
 # Faults
 
 
-def test_a_file_that_ends_early(fake: Fake, way, model: int, tmp_path: Path):  # noqa: F811
+def test_a_file_that_ends_early(fake: Fake, way, model: int, tmp_path: Path):
     groups = groups_of(model)
     os.truncate(tmp_path / "model.gguf", SIZE // 2)
     with Device(0, fake.cu) as device:
@@ -245,7 +263,7 @@ def test_a_file_that_ends_early(fake: Fake, way, model: int, tmp_path: Path):  #
             upload.join()
 
 
-def test_a_file_that_shrinks_after_it_was_page_locked(fake: Fake, lib: Path, model: int, tmp_path: Path):  # noqa: F811
+def test_a_file_that_shrinks_after_it_was_page_locked(fake: Fake, lib: Path, model: int, tmp_path: Path):
     real = MappedCopier._check_sizes
 
     def shrink(copier: MappedCopier) -> None:
@@ -261,7 +279,7 @@ def test_a_file_that_shrinks_after_it_was_page_locked(fake: Fake, lib: Path, mod
             upload.join()
 
 
-def test_a_file_that_cannot_be_read(fake: Fake, way, tmp_path: Path):  # noqa: F811
+def test_a_file_that_cannot_be_read(fake: Fake, way, tmp_path: Path):
     directory = os.open(tmp_path, os.O_RDONLY)
     with Device(0, fake.cu) as device:
         memory = device.allocate(100, "weights")
@@ -272,7 +290,7 @@ def test_a_file_that_cannot_be_read(fake: Fake, way, tmp_path: Path):  # noqa: F
     os.close(directory)
 
 
-def test_a_copy_outside_the_memory(fake: Fake, way, model: int):  # noqa: F811
+def test_a_copy_outside_the_memory(fake: Fake, way, model: int):
     with Device(0, fake.cu) as device:
         memory = device.allocate(SIZE - 1025, "weights")  # one byte too few
         upload = Upload(SIZE, **way)
@@ -283,7 +301,7 @@ def test_a_copy_outside_the_memory(fake: Fake, way, model: int):  # noqa: F811
     fake.c.fake_violations_forget()
 
 
-def once(fake: Fake, way, groups) -> None:  # noqa: F811
+def once(fake: Fake, way, groups) -> None:
     with Device(0, fake.cu) as device:
         memory, stream = device.allocate(SIZE, "weights"), device.stream()
         upload = Upload(SIZE, **way)
@@ -297,7 +315,7 @@ def once(fake: Fake, way, groups) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize("code", [999, 2, 700])
-def test_every_call_failing_in_turn(fake: Fake, way, model: int, code: int):  # noqa: F811
+def test_every_call_failing_in_turn(fake: Fake, way, model: int, code: int):
     groups = groups_of(model)
     once(fake, way, groups)
     total = fake.calls
@@ -322,7 +340,7 @@ def test_every_call_failing_in_turn(fake: Fake, way, model: int, code: int):  # 
 
 
 @pytest.mark.parametrize("phase", ["new", "ordered", "started", "first group"])
-def test_closing_at_any_time(fake: Fake, way, model: int, phase: str):  # noqa: F811
+def test_closing_at_any_time(fake: Fake, way, model: int, phase: str):
     with Device(0, fake.cu) as device:
         memory, stream = device.allocate(SIZE, "weights"), device.stream()
         upload = Upload(SIZE, **way)
@@ -335,7 +353,7 @@ def test_closing_at_any_time(fake: Fake, way, model: int, phase: str):  # noqa: 
         upload.close()
 
 
-def test_a_device_that_closes_takes_the_upload_along(fake: Fake, way, model: int):  # noqa: F811
+def test_a_device_that_closes_takes_the_upload_along(fake: Fake, way, model: int):
     for _ in range(20):
         with Device(0, fake.cu) as device:
             memory = device.allocate(SIZE, "weights")
@@ -343,7 +361,7 @@ def test_a_device_that_closes_takes_the_upload_along(fake: Fake, way, model: int
         assert fake.leaks == fake.violations == []
 
 
-def test_repeated_uploads_are_right_under_racing_threads(fake: Fake, lib: Path, model: int, data: bytes):  # noqa: F811
+def test_repeated_uploads_are_right_under_racing_threads(fake: Fake, lib: Path, model: int, data: bytes):
     fake.set(deferred=1)
     with Device(0, fake.cu) as device, pytest.MonkeyPatch.context() as patch:
         patch.setattr(upload_module, "CHUNK", 64 << 10)  # 336 chunks

@@ -29,8 +29,9 @@ for line in open("/proc/self/maps"):
         break
 child = os.popen("env").read()
 print(json.dumps({
-    "arguments": sys.argv[1:], "isolated": sys.flags.isolated, "no_site": sys.flags.no_site, "file": os.path.realpath(__file__),
-    "executable": sys.executable, "early": early, "preload": os.environ.get("LD_PRELOAD"),
+    "arguments": sys.argv[1:], "isolated": sys.flags.isolated, "no_site": sys.flags.no_site,
+    "file": os.path.realpath(__file__), "executable": sys.executable,
+    "early": early, "preload": os.environ.get("LD_PRELOAD"),
     "leaked": [name for name in ("REFLEX_EARLY", "LD_PRELOAD=") if name in child],
 }))
 """

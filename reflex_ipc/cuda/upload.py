@@ -176,4 +176,3 @@ def page_cache(groups: "Sequence[Group]") -> str:
         except OSError as error:
             return "cold" if error.errno == EAGAIN else "unknown"
     return "warm"
-

@@ -43,7 +43,8 @@ def library() -> Path:
 
 DEFAULTS = {
     "deferred": 0, "devices": 1, "major": 9, "minor": 0, "memory": 1 << 30, "virtual_memory": 1,
-    "read_only_register": 1, "compute_mode": 0, "version": 13000, "init_ms": 0, "context_ms": 0, "registrable": 1, "energy": 1,
+    "read_only_register": 1, "compute_mode": 0, "version": 13000, "init_ms": 0, "context_ms": 0,
+    "registrable": 1, "energy": 1,
 }  # fmt: skip
 """What can be set, and to what it is when nobody does; as `settings` in fakecuda.c."""
 

@@ -1,5 +1,5 @@
-/* The floor of a cold start: bring the CUDA driver up and copy a file from the page cache to the device, nothing else. What
- * `reflex run` takes beyond it is ours; every cold-start figure is reported against it, in the same run.
+/* The floor of a cold start: bring the CUDA driver up and copy a file from the page cache to the device, nothing else.
+ * What `reflex run` takes beyond it is ours; every cold-start figure is reported against it, in the same run.
  *
  *   cc -O1 bench/floor.c -o floor -ldl -lpthread
  *   ./floor T              the driver only
@@ -83,9 +83,10 @@ static void *reader(void *number) {
 }
 
 static void load_driver(void) {
-    static const char *names[] = {"cuInit", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuMemAlloc_v2",
-                                  "cuMemHostRegister_v2", "cuMemcpyHtoDAsync_v2", "cuStreamCreate", "cuStreamSynchronize",
-                                  "cuEventCreate", "cuEventRecord", "cuEventSynchronize"}; /* as in `cu` */
+    static const char *names[] = {"cuInit",         "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent",
+                                  "cuMemAlloc_v2",  "cuMemHostRegister_v2",     "cuMemcpyHtoDAsync_v2",
+                                  "cuStreamCreate", "cuStreamSynchronize",      "cuEventCreate",
+                                  "cuEventRecord",  "cuEventSynchronize"}; /* as in `cu` */
     void *library = dlopen("libcuda.so.1", RTLD_NOW);
     if (!library) {
         fprintf(stderr, "floor: %s\n", dlerror());

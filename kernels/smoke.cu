@@ -19,8 +19,8 @@ extern "C" __global__ void smoke_axpy_f32(int n, float a, const float *x, float 
 
 extern "C" __global__ void smoke_axpy_i32(int n, int a, const int *x, int *y) { axpy(n, a, x, y); }
 
-extern "C" __global__ void smoke_arguments(signed char a, unsigned short b, int c, long long d, float e, double f, Five g,
-                                           long long *out) {
+extern "C" __global__ void smoke_arguments(signed char a, unsigned short b, int c, long long d, float e, double f,
+                                           Five g, long long *out) {
     out[0] = a;
     out[1] = b;
     out[2] = c;

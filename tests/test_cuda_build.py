@@ -20,7 +20,7 @@ from reflex_ipc.cuda import native
 from reflex_ipc.cuda.device import Device
 from reflex_ipc.cuda.launch import Kernels, shipped
 
-pytest_plugins = ["fakecuda_fixtures"]
+pytest_plugins = ["fakecuda.fixtures"]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from reflex_ipc.cuda.driver import Driver, NoDeviceError
 from reflex_ipc.cuda.launch import Kernels
 from reflex_ipc.errors import DeviceError, OutOfMemoryError
 
-pytest_plugins = ["fakecuda_fixtures"]
+pytest_plugins = ["fakecuda.fixtures"]
 
 
 def test_the_fake_has_every_function(fake: Fake):

@@ -14,7 +14,7 @@ from reflex_ipc.cuda.driver import NoDeviceError
 from reflex_ipc.cuda.launch import Kernels, Parameter, choose, shipped
 from reflex_ipc.errors import DeviceError
 
-pytest_plugins = ["fakecuda_fixtures"]
+pytest_plugins = ["fakecuda.fixtures"]
 
 
 def test_which_build_a_device_runs():

@@ -8,7 +8,7 @@ from fakecuda import Fake
 from reflex_ipc.cuda.device import Device, capabilities
 from reflex_ipc.errors import DeviceError, OutOfMemoryError
 
-pytest_plugins = ["fakecuda_fixtures"]
+pytest_plugins = ["fakecuda.fixtures"]
 
 
 def test_properties(device: Device, fake: Fake):

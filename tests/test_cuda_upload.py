@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fakecuda import ROOT, Fake, compile_c
+from fakecuda import Fake, native_part
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +18,7 @@ from reflex_ipc.cuda.device import Device
 from reflex_ipc.cuda.upload import BUFFERS, CHUNK, PADDING, THREADS, Upload, cut, page_cache
 from reflex_ipc.errors import DeviceError, ModelFileError, OutOfMemoryError
 
-pytest_plugins = ["fakecuda_fixtures"]
+pytest_plugins = ["fakecuda.fixtures"]
 
 SIZE = 21 * (1 << 20) + 12345
 
@@ -27,7 +27,7 @@ SIZE = 21 * (1 << 20) + 12345
 def lib(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the native part."""
     directory = tmp_path_factory.mktemp("lib")
-    built = compile_c(sorted((ROOT / "kernels" / "native").glob("*.c")), ("-O2", "-fvisibility=hidden"))
+    built = native_part()
     shutil.copy(built, directory / "early.so")
     return directory
 

@@ -5,11 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from fakecuda import ROOT, Fake, compile_c
+from fakecuda import Fake, native_part
 
 from reflex_ipc import doctor
 
-pytest_plugins = ["fakecuda_fixtures"]
+pytest_plugins = ["fakecuda.fixtures"]
 
 KERNELS = "13.0.88\nscale scale.cubin u32@0 u64@8\n"
 
@@ -21,7 +21,7 @@ def lib(tmp_path: Path) -> Path:
         (lib / target).mkdir(parents=True)
         (lib / target / "kernels.txt").write_text(KERNELS)
         (lib / target / "scale.cubin").write_bytes(b"\x7fELF....")
-    built = compile_c(sorted((ROOT / "kernels" / "native").glob("*.c")), ("-O2", "-fvisibility=hidden"))
+    built = native_part()
     shutil.copy(built, lib / "early.so")
     files = {str(p.relative_to(lib)): {"bytes": p.stat().st_size} for p in lib.rglob("*") if p.is_file()}
     verification = {"state": "verified", "device": "H200", "driver": "580.1"}

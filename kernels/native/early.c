@@ -1,5 +1,5 @@
-/* Preloaded before an interpreter (LD_PRELOAD), this starts the CUDA driver in a thread, so that the interpreter's own start
- * costs nothing: later calls of cuInit and cuDevicePrimaryCtxRetain wait for what is under way here.
+/* Preloaded before an interpreter (LD_PRELOAD), this starts the CUDA driver in a thread, so that the interpreter's own
+ * start costs nothing: later calls of cuInit and cuDevicePrimaryCtxRetain wait for what is under way here.
  *
  * The launcher sets REFLEX_EARLY to the number of the device; without it, as when the library is loaded for its other
  * functions, nothing happens. Both variables are taken out of the environment again: a child is nobody's business.

@@ -1,10 +1,10 @@
 /* A file to the device at the speed of the link, with no interpreter in the loop.
  *
  * Reader threads take chunks in execution order from a counter, read each into their own part of a ring of page-locked
- * buffers, and queue its copy on their own stream. Before the context exists they touch the ring's pages, and on request
- * read ahead into the page cache; `reflex_upload_start` lets them go. When the last chunk of a group of tensors (a layer)
- * is queued, the group's event is recorded on a stream that waits for every reader's last copy, so one event stands for
- * the whole group.
+ * buffers, and queue its copy on their own stream. Before the context exists they touch the ring's pages, and on
+ * request read ahead into the page cache; `reflex_upload_start` lets them go. When the last chunk of a group of tensors
+ * (a layer) is queued, the group's event is recorded on a stream that waits for every reader's last copy, so one event
+ * stands for the whole group.
  *
  * Files are read, never mapped: one that shrinks ends in an error, not in a signal. */
 #define _GNU_SOURCE
@@ -157,10 +157,12 @@ static void copy_chunks(struct upload *u, struct reader *r) {
         int failure = read_chunk(u, c, buffer);
         if (failure) return fail(u, failure, errno, i, "reading the file");
         if (u->stop) return;
-        if ((code = cu->copy(u->base + c->place, buffer, c->size, r->stream)) || (code = cu->event_record(r->events[b], r->stream)))
+        if ((code = cu->copy(u->base + c->place, buffer, c->size, r->stream)) ||
+            (code = cu->event_record(r->events[b], r->stream)))
             return fail(u, DRIVER_ERROR, code, i, "copying to the device");
         atomic_fetch_add(&u->queued, c->size);
-        if ((code = mark_queued(u, r, c, r->events[b]))) return fail(u, DRIVER_ERROR, code, i, "recording a layer's event");
+        if ((code = mark_queued(u, r, c, r->events[b])))
+            return fail(u, DRIVER_ERROR, code, i, "recording a layer's event");
     }
 }
 
@@ -246,7 +248,8 @@ EXPORT void reflex_upload_order(struct upload *u, const struct chunk *chunks, si
 }
 
 /* Begin copying to `base` in `context`, which is current in the calling thread. A failure shows in the waits. */
-EXPORT void reflex_upload_start(struct upload *u, const struct driver *cu, void *context, uint64_t base, unsigned groups) {
+EXPORT void reflex_upload_start(struct upload *u, const struct driver *cu, void *context, uint64_t base,
+                                unsigned groups) {
     const unsigned non_blocking = 1, no_timing = 2;
     int code = 0;
     u->cu = *cu;
@@ -295,8 +298,10 @@ EXPORT int reflex_upload_wait(struct upload *u, unsigned group, int milliseconds
     pthread_mutex_lock(&u->lock);
     int answer = NOT_YET;
     do {
-        if (u->failure) answer = FAILED;
-        else if (u->remaining[group] == 0) answer = READY;
+        if (u->failure)
+            answer = FAILED;
+        else if (u->remaining[group] == 0)
+            answer = READY;
     } while (answer == NOT_YET && wait_until(u, &deadline));
     pthread_mutex_unlock(&u->lock);
     return answer;
@@ -326,7 +331,7 @@ EXPORT int reflex_upload_failure(struct upload *u, int *code, size_t *chunk, con
     return u->failure;
 }
 
-/* Stop, wait for the threads, and give everything back. The context is current in the calling thread, if one was given. */
+/* Stop, wait for the threads, and give everything back. The context, if one was given, is current in this thread. */
 EXPORT void reflex_upload_free(struct upload *u) {
     pthread_mutex_lock(&u->lock);
     if (u->state == PREPARING) u->state = CANCELLED;

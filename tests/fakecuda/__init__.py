@@ -1,4 +1,4 @@
-"""The fake driver of fakecuda.c, built once and loaded beside whatever real one there is."""
+"""A libcuda without a device (fake.h says what it does), built once and loaded beside whatever real one there is."""
 
 import ctypes
 import hashlib
@@ -8,11 +8,11 @@ from pathlib import Path
 
 from reflex_ipc.cuda.driver import Driver
 
-ROOT = Path(__file__).parent.parent
-SOURCE = Path(__file__).with_name("fakecuda.c")
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
 
 
-def compile_c(sources: list[Path], flags: tuple[str, ...] = ()) -> Path:
+def compile_c(name: str, sources: list[Path], flags: tuple[str, ...] = ()) -> Path:
     """A shared library from C sources, kept in build/tests by the hash of what went into it."""
     command = [
         os.environ.get("CC", "cc"),
@@ -27,18 +27,25 @@ def compile_c(sources: list[Path], flags: tuple[str, ...] = ()) -> Path:
         *flags,
     ]
     digest = hashlib.sha256(repr(command).encode() + b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
-    out = ROOT / "build" / "tests" / f"{sources[0].stem}-{digest}.so"
+    out = ROOT / "build" / "tests" / f"{name}-{digest}.so"
     if not out.exists():
         out.parent.mkdir(parents=True, exist_ok=True)
         part = out.with_suffix(f".{os.getpid()}")
-        subprocess.run([*command, "-o", part, *sources, "-lpthread", "-ldl"], check=True)
+        subprocess.run(
+            [*command, "-o", part, *(s for s in sources if s.suffix == ".c"), "-lpthread", "-ldl"], check=True
+        )
         part.rename(out)
     return out
 
 
 def library() -> Path:
     """The fake's path."""
-    return compile_c([SOURCE])
+    return compile_c("fakecuda", [*sorted(HERE.glob("*.c")), HERE / "fake.h"])
+
+
+def native_part() -> Path:
+    """kernels/native as the build makes it, but for its name: early.so."""
+    return compile_c("early", sorted((ROOT / "kernels" / "native").glob("*.c")), ("-O2", "-fvisibility=hidden"))
 
 
 DEFAULTS = {
@@ -46,7 +53,7 @@ DEFAULTS = {
     "read_only_register": 1, "compute_mode": 0, "version": 13000, "init_ms": 0, "context_ms": 0,
     "registrable": 1, "energy": 1,
 }  # fmt: skip
-"""What can be set, and to what it is when nobody does; as `settings` in fakecuda.c."""
+"""What can be set, and to what it is when nobody does; as `settings` in core.c."""
 
 
 class Fake:

@@ -1,10 +1,10 @@
-"""Fixtures of the tests that run against the fake driver: `pytest_plugins = ["fakecuda_fixtures"]` brings them in."""
+"""Fixtures of the tests that run against the fake driver: `pytest_plugins = ["fakecuda.fixtures"]` brings them in."""
 
 from pathlib import Path
 
 import pytest
-from fakecuda import Fake
 
+from fakecuda import Fake
 from reflex_ipc.cuda.device import Device
 
 

@@ -4,7 +4,7 @@
 CUresult cuInit(unsigned flags) {
     const char *visible = getenv("CUDA_VISIBLE_DEVICES"), *connections = getenv("CUDA_DEVICE_MAX_CONNECTIONS");
     BEGIN(0, "%u connections %s", flags, connections ? connections : "unset");
-    usleep((unsigned)setting("init_ms") * 1000);
+    if (!initialized) usleep((unsigned)setting("init_ms") * 1000);
     if (!setting("devices") || (visible && !*visible)) {
         code = NO_DEVICE;
         goto out;

@@ -5,9 +5,9 @@ import sys
 if __name__ == "__main__":
     if not __package__:
         # Run as a file: the path may have this folder, whose modules would hide the standard library's, and lacks
-        # the one this package lies in.
+        # the one this package lies in, which goes last as every installed package does.
         package = __file__.rpartition("/")[0]
-        sys.path[:] = [package.rpartition("/")[0], *(path for path in sys.path if path != package)]
+        sys.path[:] = [*(path for path in sys.path if path != package), package.rpartition("/")[0]]
     from reflex_ipc.cli import main
 
     sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,178 @@
+"""A file's tensors to the device, in execution order, so that the first layers work while the last ones still arrive.
+
+    upload = Upload(size)                 # at once: what there is decides how; the ring's pages are touched meanwhile
+    upload.order(groups)                  # as soon as the order is known: chunks are cut, a cold file is read ahead
+    upload.start(device, base)            # the context is up, the weights have an address
+    for i in range(layers):
+        upload.wait_group(stream, i)      # what `stream` queues from here on finds group i on the device
+    upload.join()                         # every byte is there; raises what went wrong
+
+`groups` lists (index, pieces) with index 0, 1, 2 …; a piece is (fd, offset in the file, size, place), the place counted
+from `base` on the device. Pieces that follow each other in the file and on the device alike are copied as one span, the
+padding between them included, so chunks cross the borders of tensors and layers.
+
+Two ways, and `timings` says which was taken: "native", reader threads in C through a ring of page-locked buffers; and
+"mapped", for one or two cores or without the native part, the mapped file page-locked and fetched without the CPU.
+"""
+
+import os
+import time
+from errno import EAGAIN
+
+from reflex_ipc.cuda import native
+from reflex_ipc.cuda.copiers import Chunk, Copier, MappedCopier, NativeCopier
+from reflex_ipc.cuda.launch import LIB
+from reflex_ipc.cuda.memory import Resource
+from reflex_ipc.environment import usable_cpus
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from reflex_ipc.cuda.device import Device, Stream
+
+    Piece = tuple[int, int, int, int]
+    Group = tuple[int, Sequence[Piece]]
+
+THREADS, BUFFERS, CHUNK = 12, 2, 4 << 20
+"""The ring measured best on 16 cores and a 55 GB/s link. Smaller and larger chunks are both slower."""
+
+FEW_CORES = 2
+"""With so few, page-locking the mapped file is as fast as a ring, and the cores stay free."""
+
+DISK_THREADS = 4  # enough reads under way to keep a disk busy, however few the cores
+PADDING = 1 << 16  # bytes between two pieces that are copied along rather than cut at
+SAMPLES = 32  # pages asked for to see whether the page cache has the file
+PATIENCE = 100  # milliseconds of waiting in C before Python looks for a signal
+
+
+class Upload(Resource):
+    """One file, or several, on their way to the device. See the module's description for the order of calls.
+
+    size: bytes to come, which bounds the ring. cores: processors to use (default: what the process may use).
+
+    Every method after `start` raises `ModelFileError` when the file cannot be read or ended early, and `DeviceError`
+    when the driver refused a call; what was allocated on the device stays with whoever allocated it.
+    """
+
+    def __init__(self, size: int, *, cores: int | None = None, lib: str = LIB) -> None:
+        self.is_closed = False
+        self.timings: dict[str, object] = {}
+        """How it was done: way, threads, buffers, chunk, cores, cache ("warm", "cold", "unknown"), bytes; and the
+        CLOCK_MONOTONIC seconds "started" and "done"."""
+        self._attached = False
+        self._size = size
+        self._cores = cores or usable_cpus()
+        self._native = native.load(lib)
+        self._groups = 0
+        # With few cores the way depends on the page cache, which is asked for when the order is known.
+        self._copier: Copier | None = self._ring(self._cores) if self._cores > FEW_CORES else None
+
+    def _ring(self, threads: int) -> Copier | None:
+        if self._native is None:
+            return None
+        # A ring larger than the file would only cost time to page-lock.
+        threads = max(1, min(THREADS, threads, -(-self._size // (CHUNK * BUFFERS))))
+        return NativeCopier(self._native, threads, BUFFERS, CHUNK)
+
+    def order(self, groups: "Iterable[Group]") -> None:
+        """Say what is to be copied, in execution order. What is not in the page cache is read ahead from here on."""
+        groups = list(groups)
+        cache = page_cache(groups)
+        if self._copier is None and cache == "cold":
+            self._copier = self._ring(DISK_THREADS)
+        if self._copier is None:
+            self._copier = MappedCopier()
+        chunks, self._groups = cut(groups, self._copier.chunk)
+        self._copier.order(chunks, cache == "cold")
+        self.timings.update(cache=cache, cores=self._cores, bytes=sum(chunk[4] for chunk in chunks))
+
+    def start(self, device: "Device", base: int) -> None:
+        """Begin to copy to `base`. Returns at once."""
+        assert self._copier is not None, "order() comes before start()"
+        self.timings.update(self._copier.description(), started=time.monotonic())
+        self._copier.start(device, base, self._groups)
+        super().__init__(device)  # last, so that a closing device stops the copying before it takes anything away
+        self._attached = True
+
+    def wait_group(self, stream: "Stream", index: int) -> None:
+        """Make `stream` wait for the group. Blocks only until the group's last copy is queued."""
+        cu = self.device.cu
+        copier = self._started()
+        while (event := copier.event(index, PATIENCE)) is None:
+            pass
+        cu.check(cu.cuStreamWaitEvent(stream.handle, event, 0), "making a stream wait for the upload")
+
+    def join(self) -> None:
+        """Wait until every byte is on the device."""
+        copier = self._started()
+        while not copier.finished(PATIENCE):
+            pass
+        self.timings.setdefault("done", time.monotonic())
+
+    @property
+    def queued(self) -> int:
+        """Bytes read and on their way so far, of `timings["bytes"]`."""
+        return self._started().queued
+
+    def _started(self) -> Copier:
+        assert self._copier is not None and self._attached, "start() comes first"
+        return self._copier
+
+    def close(self) -> None:
+        """Stop, and give back the ring, the streams and the events. A second call does nothing."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        if self._attached:
+            del self.device.resources[id(self)]
+        if self._copier is not None:
+            self._copier.free()
+
+
+def cut(groups: "Iterable[Group]", size: int) -> tuple[list[Chunk], int]:
+    """Chunks of at most `size` bytes that cover every piece in order, and the number of groups.
+
+    Chunks end at multiples of `size` in the file, so that reads cover whole pages; a chunk knows the first and the last
+    group it has bytes of.
+    """
+    spans: list[tuple[int, int, list[int], list[tuple[int, int]]]] = []  # fd, shift, [start, end], [(start, group)]
+    count = 0
+    for index, pieces in groups:
+        assert index == count, f"group {index} where {count} was expected"
+        count += 1
+        for fd, offset, length, place in pieces:
+            if not length:
+                continue
+            if spans:
+                span_fd, shift, bounds, starts = spans[-1]
+                if span_fd == fd and shift == place - offset and 0 <= offset - bounds[1] <= PADDING:
+                    bounds[1] = offset + length
+                    starts.append((offset, index))
+                    continue
+            spans.append((fd, place - offset, [offset, offset + length], [(offset, index)]))
+    chunks: list[Chunk] = []
+    for fd, shift, (start, end), starts in spans:
+        first = 0  # the piece that `start` lies in
+        while start < end:
+            stop = min(start - start % size + size, end)
+            last = first
+            while last + 1 < len(starts) and starts[last + 1][0] < stop:
+                last += 1
+            chunks.append((fd, starts[first][1], starts[last][1], start, stop - start, start + shift))
+            first = last + 1 if last + 1 < len(starts) and starts[last + 1][0] == stop else last
+            start = stop
+    return chunks, count
+
+
+def page_cache(groups: "Sequence[Group]") -> str:
+    """Whether the files are in memory: "warm", "cold" if any of a sample of pages is not, or "unknown" where the file
+    system does not say."""
+    pieces = [piece for _, pieces in groups for piece in pieces if piece[2]]
+    page = bytearray(1)
+    for fd, offset, _, _ in pieces[:: max(1, len(pieces) // SAMPLES)]:
+        try:
+            os.preadv(fd, [page], offset, os.RWF_NOWAIT)
+        except OSError as error:
+            return "cold" if error.errno == EAGAIN else "unknown"
+    return "warm"

@@ -1,0 +1,242 @@
+"""`reflex doctor`: what a start on this machine will meet, each point with a remedy.
+
+Nothing here is on the start-up path. Each check is a line: ok, a note (works, but not as well as it could), or FAIL.
+"""
+
+import ctypes
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from reflex_ipc.cuda import native
+from reflex_ipc.cuda.device import Device
+from reflex_ipc.cuda.driver import LIBRARY, Driver, gib
+from reflex_ipc.cuda.launch import LIB, Kernels, choose, shipped
+from reflex_ipc.cuda.upload import BUFFERS, CHUNK, THREADS
+from reflex_ipc.environment import usable_cpus
+from reflex_ipc.errors import CheckFailedError, ReflexError
+
+OK, NOTE, FAIL = "ok", "note", "FAIL"
+NVML = "libnvidia-ml.so.1"
+RING = THREADS * BUFFERS * CHUNK
+
+
+class Check(NamedTuple):
+    """One point: what was looked at, how it is, what helps ("" where nothing needs help), and figures for programs."""
+
+    name: str
+    state: str
+    detail: str
+    remedy: str = ""
+    figures: dict[str, Any] = {}  # noqa: RUF012  # never changed
+
+
+def run(as_json: bool, index: int = 0, library: str = LIBRARY, nvml: str = NVML, lib: str = LIB) -> int:
+    """Print every check to stdout and return the exit code: 0, or 1 when one failed."""
+    checks = examine(index, library, nvml, lib)
+    healthy = all(check.state != FAIL for check in checks)
+    if as_json:
+        listed = [
+            {"name": c.name, "state": c.state.lower(), "detail": c.detail, "remedy": c.remedy, **c.figures}
+            for c in checks
+        ]
+        sys.stdout.write(json.dumps({"ok": healthy, "checks": listed}, indent=2) + "\n")
+    else:
+        width = max(len(check.name) for check in checks)
+        for check in checks:
+            sys.stdout.write(f"{check.state:<4}  {check.name:<{width}}  {check.detail}\n")
+            if check.remedy:
+                sys.stdout.write(f"{'':<{width + 8}}{check.remedy}\n")
+    return 0 if healthy else CheckFailedError.exit_code
+
+
+def examine(index: int = 0, library: str = LIBRARY, nvml: str = NVML, lib: str = LIB) -> list[Check]:
+    """Every check that makes sense here: without a driver, those of the device are left out."""
+    checks = [_kernels(lib), *_package(lib)]
+    try:
+        device = Device(index, Driver(library))
+    except ReflexError as error:
+        return [_failed("driver", error), *checks, _cores()]
+    with device:
+        return [
+            _tried("driver", lambda: _driver(device, nvml)),
+            _tried("device", lambda: _device(device)),
+            *checks,
+            _tried("build", lambda: _build(device, lib)),
+            _tried("memory", lambda: _memory(device)),
+            _tried("locked memory", lambda: _locked_memory(device)),
+            _cores(),
+            _tried("energy", lambda: _energy(device, nvml)),
+        ]
+
+
+def _tried(name: str, check: Callable[[], Check]) -> Check:
+    try:
+        return check()
+    except ReflexError as error:
+        return _failed(name, error)
+
+
+def _failed(name: str, error: ReflexError) -> Check:
+    what, _, remedy = str(error).partition("; ")
+    return Check(name, FAIL, what, remedy or "`nvidia-smi` and `dmesg` may say more")
+
+
+def _driver(device: Device, nvml: str) -> Check:
+    version = device.cu.version()
+    figures: dict[str, Any] = {"cuda": list(version)}
+    detail = f"supports CUDA {version[0]}.{version[1]}"
+    if release := _release(nvml):
+        figures["release"] = release
+        detail = f"{release}, {detail}"
+    start = 1e3 * (device.times["context"] - device.times["begin"])
+    figures["start_ms"] = round(start, 1)
+    return Check("driver", OK, f"{detail}; driver and context were up after {start:.0f} ms", figures=figures)
+
+
+def _device(device: Device) -> Check:
+    capability = ".".join(map(str, device.capability))
+    figures = {
+        "index": device.index,
+        "device": device.name,
+        "compute_capability": capability,
+        "multiprocessors": device.attribute(device.MULTIPROCESSORS),
+        "compute_mode": device.compute_mode(),
+    }
+    return Check("device", OK, f"{device.index}: {device.name}, compute capability {capability}", figures=figures)
+
+
+def _kernels(lib: str) -> Check:
+    targets = shipped(lib)
+    if not targets:
+        remedy = "install it with REFLEX_CUDA=native where the device is, or REFLEX_CUDA=all for any"
+        return Check("kernels", FAIL, "this package was installed without kernels", remedy, {"targets": []})
+    return Check("kernels", OK, f"for {', '.join(targets)}", figures={"targets": targets})
+
+
+def _package(lib: str) -> list[Check]:
+    """The manifest against the files, and what a device has vouched for; nothing for a package without kernels."""
+    try:
+        with open(os.path.join(lib, "manifest.json"), encoding="utf-8") as file:
+            manifest = json.load(file)
+    except FileNotFoundError:
+        return []
+    broken = [name for name, entry in manifest["files"].items() if _size(os.path.join(lib, name)) != entry["bytes"]]
+    checks = []
+    if broken:
+        detail = f"{', '.join(broken)} is missing or cut"
+        checks.append(Check("package", FAIL, detail, "install the package again"))
+    elif native.load(lib) is None:
+        detail = "early.so does not load: the driver starts later and the upload is slower"
+        checks.append(Check("package", NOTE, detail, "build the package on this machine: REFLEX_CUDA=native"))
+    else:
+        detail = f"{len(manifest['kernels'])} kernels, built with CUDA {manifest['nvcc']}"
+        checks.append(Check("package", OK, detail, figures={"toolkit": manifest["nvcc"]}))
+    verification = manifest["verification"]
+    if verification["state"] == "verified":
+        detail = f"these sources passed on {verification['device']}, driver {verification['driver']}"
+        checks.append(Check("verified", OK, detail, figures={"verification": verification}))
+    else:
+        detail = f"{len(verification['files'])} source files have not been tested on a device: {verification['why']}"
+        remedy = "in a checkout, on a machine with a device: pytest -m gpu"
+        checks.append(Check("verified", NOTE, detail, remedy, {"verification": verification}))
+    return checks
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return -1
+
+
+def _build(device: Device, lib: str) -> Check:
+    """Which build this device runs, and that the driver takes every kernel of it."""
+    target = choose(device.capability, shipped(lib))
+    if target is None:
+        remedy = "install it with REFLEX_CUDA=native on this machine"
+        return Check("build", FAIL, "none of the kernels run on this device", remedy)
+    if target.startswith("compute_"):
+        detail = f"no kernels for this device: the driver compiles PTX ({target}), which takes long the first time"
+        return Check("build", NOTE, detail, "REFLEX_CUDA=native builds kernels for it", {"target": target, "jit": True})
+    began = time.monotonic()
+    kernels = Kernels(device, lib)
+    for name in kernels.names():
+        kernels.function(name)
+    milliseconds = 1e3 * (time.monotonic() - began)
+    detail = f"{kernels.target}: all {len(kernels.names())} kernels load, in {milliseconds:.1f} ms"
+    return Check("build", OK, detail, figures={"target": kernels.target, "jit": False})
+
+
+def _memory(device: Device) -> Check:
+    free, total = device.memory()
+    figures = {"free": free, "total": total}
+    detail = f"{gib(free)} free of {gib(total)}"
+    if free < total // 2:
+        return Check("memory", NOTE, detail, "another process has the rest: nvidia-smi shows which", figures)
+    return Check("memory", OK, detail, figures=figures)
+
+
+def _locked_memory(device: Device) -> Check:
+    """Page-lock as much as an upload does."""
+    import mmap
+
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    said = "unlimited" if limit == resource.RLIM_INFINITY else gib(limit)
+    figures = {"limit": None if limit == resource.RLIM_INFINITY else limit, "ring": RING}
+    ring = mmap.mmap(-1, RING)
+    view = (ctypes.c_char * RING).from_buffer(ring)
+    address = ctypes.addressof(view)
+    began = time.monotonic()
+    code = device.cu.cuMemHostRegister_v2(address, RING, 0)
+    milliseconds = 1e3 * (time.monotonic() - began)
+    if code:
+        remedy = "raise it: ulimit -l, LimitMEMLOCK= of the service, --ulimit memlock=-1 of the container"
+        name, _ = device.cu.describe(code)
+        return Check(
+            "locked memory", FAIL, f"{gib(RING)} cannot be page-locked: {name}; the limit is {said}", remedy, figures
+        )
+    device.cu.check(device.cu.cuMemHostUnregister(address), "giving back page-locked memory")
+    return Check(
+        "locked memory", OK, f"limit {said}; {gib(RING)} page-locked in {milliseconds:.0f} ms", figures=figures
+    )
+
+
+def _cores() -> Check:
+    cores = usable_cpus()
+    figures = {"cores": cores}
+    if cores < THREADS:
+        detail = f"{cores}: fewer than the {THREADS} reader threads that fill a fast link"
+        return Check("cores", NOTE, detail, "give the process more, if the upload matters", figures)
+    return Check("cores", OK, f"{cores}", figures=figures)
+
+
+def _energy(device: Device, nvml: str) -> Check:
+    """NVML's counter of joules, which `reflex bench` reads."""
+    remedy = "only energy figures need it; containers want the driver's utility capability"
+    try:
+        library = ctypes.CDLL(nvml)
+    except OSError as error:
+        return Check("energy", NOTE, f"no NVML: {error}", remedy)
+    handle, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
+    code = library.nvmlInit_v2()
+    code = code or library.nvmlDeviceGetHandleByPciBusId_v2(device.bus_id().encode(), ctypes.byref(handle))
+    code = code or library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules))
+    if code:
+        return Check("energy", NOTE, f"this device has no energy counter (NVML error {code})", remedy)
+    joules = millijoules.value / 1e3
+    return Check("energy", OK, f"counter at {joules:.0f} J", figures={"joules": joules})
+
+
+def _release(nvml: str) -> str:
+    try:
+        library = ctypes.CDLL(nvml)
+    except OSError:
+        return ""
+    text = ctypes.create_string_buffer(80)
+    failed = library.nvmlInit_v2() or library.nvmlSystemGetDriverVersion(text, len(text))
+    return "" if failed else text.value.decode("ascii", "replace")

@@ -1,0 +1,71 @@
+"""Tests that need a device: they are skipped where there is none, and a whole run that passes is sealed.
+
+`pytest -m gpu`, and again with REFLEX_FORCE_PTX=1, from the root; see kernels/seal.py.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+import seal
+from reflex_ipc.cuda import launch
+from reflex_ipc.cuda.device import Device
+from reflex_ipc.cuda.driver import Driver
+from reflex_ipc.cuda.launch import Kernels
+from reflex_ipc.errors import DeviceError
+
+_outcomes: dict[str, str] = {}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session")
+def device():
+    """The first device; the test is skipped where there is none."""
+    try:
+        device = Device(0)
+    except DeviceError as error:
+        pytest.skip(str(error))
+    with device:
+        yield device
+
+
+@pytest.fixture(scope="session")
+def kernels(device: Device) -> Kernels:
+    """The kernels of this build, as the run's environment chooses them."""
+    if not launch.shipped():
+        pytest.fail("there is a device but no kernels: python kernels/build.py all")
+    return Kernels(device)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if "gpu" in report.keywords:
+        worst = _outcomes.get(report.nodeid, "passed")
+        _outcomes[report.nodeid] = worst if worst != "passed" else report.outcome
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    option = session.config.option
+    whole = (
+        option.markexpr == "gpu" and not option.keyword and session.config.args_source != pytest.Config.ArgsSource.ARGS
+    )
+    passed = [name for name, outcome in _outcomes.items() if outcome == "passed"]
+    if whole and exitstatus == 0 and passed and not hasattr(session.config, "workerinput"):
+        run = "ptx" if os.environ.get("REFLEX_FORCE_PTX") == "1" else "cubin"
+        skipped = sorted(set(_outcomes) - set(passed))  # what this device has not: the file says so
+        with Device(0) as device:
+            seal.Seal().record(run, passed, device.name, release(), skipped)
+
+
+def release() -> str:
+    """The driver's release, "580.159.03", or the CUDA version it supports where the kernel does not say."""
+    try:
+        first = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+        return next(word for word in first.split() if word[0].isdigit() and "." in word)
+    except (OSError, StopIteration, IndexError):
+        return "CUDA {}.{}".format(*Driver().version())

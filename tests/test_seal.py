@@ -1,0 +1,87 @@
+"""What was verified on a device is what is here, or said not to be."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import seal
+
+
+def test_the_sources_are_verified_or_named_as_pending():
+    assert seal.Seal().problem() is None
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> seal.Seal:
+    for name in (
+        "kernels/a.cu", "kernels/native/b.c", "reflex_ipc/cuda/c.py", "reflex_ipc/cuda/lib/manifest.json",
+        "reflex_ipc/archs/d.py", "reflex_ipc/plan.py", "reflex_ipc/engine.py", "reflex_ipc/other.py",
+    ):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    return seal.Seal(tmp_path)
+
+
+def test_what_is_vouched_for(tree: seal.Seal):
+    assert list(tree.hashes()) == [
+        "kernels/a.cu", "kernels/native/b.c", "reflex_ipc/archs/d.py", "reflex_ipc/cuda/c.py", "reflex_ipc/engine.py",
+        "reflex_ipc/plan.py",
+    ]  # fmt: skip
+
+
+def test_the_life_of_a_seal(tree: seal.Seal):
+    assert "no device has verified kernels/a.cu, kernels/native/b.c" in (tree.problem() or "")
+    tree.write_pending("no device could be had")
+    assert tree.problem() is None
+    assert tree.status()["state"] == "pending" and tree.status()["why"] == "no device could be had"
+    tree.record("cubin", ["test_b", "test_a"], "H200", "580")
+    assert tree.missing_runs() == ["ptx"] and tree.problem() is None  # still named as pending
+    tree.record("ptx", ["test_a"], "H200", "580")
+    assert not tree.pending_path.exists() and tree.problem() is None
+    assert tree.status() == {"state": "verified", "device": "H200", "driver": "580"}
+    assert json.loads(tree.verified_path.read_text())["runs"]["cubin"]["tests"] == ["test_a", "test_b"]
+
+    (tree.root / "reflex_ipc/other.py").write_text("changed")
+    assert tree.problem() is None
+    (tree.root / "kernels/a.cu").write_text("changed")
+    (tree.root / "kernels/new.cuh").write_text("new")
+    (tree.root / "reflex_ipc/plan.py").unlink()
+    assert tree.changed() == ["kernels/a.cu", "kernels/new.cuh", "reflex_ipc/plan.py"]
+    assert "kernels/new.cuh" in (tree.problem() or "")
+    tree.write_pending("the device is being repaired")
+    assert tree.problem() is None
+    assert json.loads(tree.pending_path.read_text())["files"] == tree.changed()
+    (tree.root / "reflex_ipc/engine.py").write_text("changed too")
+    assert "no device has verified reflex_ipc/engine.py" in (tree.problem() or "")
+    # A run on changed files starts over.
+    tree.record("ptx", ["test_a"], "H200", "580")
+    assert tree.missing_runs() == ["cubin"]
+    assert tree.changed() == [] and tree.status()["state"] == "pending"
+    tree.record("cubin", ["test_a"], "H200", "580")
+    assert tree.problem() is None
+
+
+def test_a_pending_file_that_is_out_of_date_or_silent(tree: seal.Seal):
+    for run in seal.RUNS:
+        tree.record(run, ["test_a"], "H200", "580")
+    tree.write_pending("why")
+    tree.pending_path.write_text(json.dumps({"why": "x", "files": ["kernels/a.cu"]}))
+    assert "names what is verified: kernels/a.cu" in (tree.problem() or "")
+    (tree.root / "kernels/a.cu").write_text("changed")
+    tree.pending_path.write_text(json.dumps({"why": " ", "files": ["kernels/a.cu"]}))
+    assert "does not say why" in (tree.problem() or "")
+    tree.verified_path.unlink()
+    tree.pending_path.unlink()
+    (tree.root / "reflex_ipc/plan.py").unlink()
+    tree.record("cubin", ["test_a"], "H200", "580")
+    assert tree.problem() == "the device suite has not run with ptx on these files"
+
+
+def test_the_command(tree: seal.Seal, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(seal, "Seal", lambda: tree)
+    assert seal.main([]) == 1
+    assert seal.main(["pending", "no device"]) == 0
+    assert seal.main([]) == 0
+    assert '"why": "no device"' in capsys.readouterr().out
+    assert seal.main(["what"]) == 2

@@ -215,6 +215,10 @@ def _tokenize_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="a JSON array of {id, text}")
 
 
+def _doctor_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
 def _inspect_arguments(parser: ArgumentParser) -> None:
     _model(parser)
     parser.add_argument("-c", "--context", type=int, metavar="N", help="context for the memory a run needs (model's)")
@@ -365,6 +369,12 @@ def _tokenize(arguments: Namespace) -> int:
     return 0
 
 
+def _doctor(arguments: Namespace) -> int:
+    from reflex_ipc import doctor
+
+    return doctor.run(arguments.json)
+
+
 def _memory(gguf: "GGUF", context: int | None) -> list[dict[str, object]]:
     """What a run needs on each backend, for `inspect`."""
     from reflex_ipc import archs
@@ -412,6 +422,7 @@ COMMANDS: dict[str, Command] = {
     "stdio": ("keep the model loaded and speak JSON lines on stdin and stdout", _stdio_arguments, _stdio),
     "uds": ("the same on a Unix socket", _uds_arguments, _uds),
     "tokenize": ("show the tokens of a text", _tokenize_arguments, _tokenize),
+    "doctor": ("say what this machine and this package offer, and what to do about it", _doctor_arguments, _doctor),
     "inspect": ("show what is in a model file and what a run needs", _inspect_arguments, _inspect),
 }
 """Name -> what it does, its options, the function that does it and returns the exit code."""

@@ -130,11 +130,11 @@ def test_nfc_is_the_models_own(long_run: int, monkeypatch: pytest.MonkeyPatch) -
         pytest.skip("this release of tokenizers normalises by a later Unicode than the tables")
     texts = Texts(seed=2)
     n_interpreter_differs = 0
-    for _ in range(25_000):
+    for _ in range(12_000):
         text = composing(texts)
         assert nfc(text) == library(text), ascii(text)
         n_interpreter_differs += unicodedata.normalize("NFC", text) != library(text)
-    assert n_interpreter_differs > 100
+    assert n_interpreter_differs > 50
 
 
 @pytest.mark.parametrize("unit", ["\u0301\u0323", "\u0f73", "e\u0301", "\u0323\u0f73\u1161"])

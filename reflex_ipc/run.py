@@ -37,6 +37,8 @@ def run(arguments: Namespace) -> int:
         return "deadline" if deadline is not None and time.monotonic() >= deadline else None
 
     with Engine.open(path, backend=arguments.backend, context=arguments.context, threads=arguments.threads) as engine:
+        for warning in engine.tokenizer.warnings:
+            say(warning)
         if arguments.verbose:
             say(f"{path}: {engine.plan.arch}, {engine.plan.n_layer} layers, backend {engine.backend}")
         generation = engine.generate(

@@ -404,8 +404,8 @@ class Generation:
                 return
             self.timings["prompt_ms"] = (time.perf_counter() - began) * 1e3
             room = engine.n_ctx - len(ids)
-            if max_tokens == 0:
-                self.finish_reason = "length"
+            if max_tokens == 0 or room == 0:
+                self.finish_reason = "length" if max_tokens == 0 else "context"
                 return
             for sampled in executor.decode(sampler):
                 if "first_token_ms" not in self.timings:

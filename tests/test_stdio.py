@@ -98,6 +98,8 @@ def test_finish_reasons(shared: Stdio, tiny: Path) -> None:
         small.ready()
         done = small.answer({"id": 1, **LONG})[-1]
         assert done["finish_reason"] == "context" and done["usage"]["completion_tokens"] == 3
+        done = small.answer({"id": 1, "op": "generate", "tokens": [1] * 6})[-1]
+        assert done["finish_reason"] == "context" and done["usage"]["completion_tokens"] == 0
         error = small.answer({"id": 1, "op": "generate", "tokens": [1] * 7})[-1]
         assert error["code"] == "context_overflow"
 

@@ -3,22 +3,19 @@
 `parse` turns one line into a request, or into a `Refusal` that says what is wrong with it and where; it never raises.
 `encode` turns one event into one line of ASCII. Neither knows in which order messages may come: that is session.py.
 
-orjson reads and writes JSON; what it lets through and the protocol does not (a key twice, deep nesting, an integer that
-a double cannot hold) is found here, from the line itself, because the decoded value no longer shows it.
 """
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import orjson
 
+from reflex_ipc import strict_json
+
 PROTOCOL = 1
 LARGEST_INTEGER = 2**53
 LONGEST_ID = 128  # bytes of UTF-8
-DEEPEST_NESTING = 32
 MOST_STOP_STRINGS = 16
 LONGEST_STOP_STRING = 256  # characters
 MOST_TOP_LOGPROBS = 20
@@ -40,7 +37,7 @@ class Limits(NamedTuple):
         fixed = {
             "id_bytes": LONGEST_ID,
             "integer": LARGEST_INTEGER,
-            "nesting": DEEPEST_NESTING,
+            "nesting": strict_json.DEEPEST_NESTING,
             "stop_strings": MOST_STOP_STRINGS,
             "stop_string_chars": LONGEST_STOP_STRING,
             "top_logprobs": MOST_TOP_LOGPROBS,
@@ -214,12 +211,10 @@ def _without_surrogates(value: Any) -> Any:
 def parse(line: bytes, limits: Limits) -> Request | Refusal:
     """The request on this line (its newline removed), or what is wrong with it."""
     try:
-        message = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        return Refusal(find_id(line), "invalid_json", f"not JSON that the protocol allows: {error}")
-    fault = _hidden_fault(line, message)
-    if fault is not None:
-        return fault
+        message = strict_json.loads(line)
+    except strict_json.NotAllowed as error:
+        field = None if error.path is None else strict_json.written(error.path)
+        return Refusal(None if field == "id" else find_id(line), "invalid_json", str(error), field)
     if not isinstance(message, dict):
         return Refusal(None, "invalid_request", "a request is a JSON object")
     id: Id | None = None
@@ -230,8 +225,22 @@ def parse(line: bytes, limits: Limits) -> Request | Refusal:
             raise _Wrong("op", f"unknown; this engine knows {', '.join(OPS)}")
         return _PARSERS[op](id, message, limits)
     except _Wrong as wrong:
-        field, why = wrong.args
+        field, why = strict_json.clipped(wrong.args[0]), wrong.args[1]
         return Refusal(id, "invalid_request", f"{field}: {why}", field)
+
+
+def find_id(line: bytes) -> Id | None:
+    """The id of a line that is not a valid request, or only the start of a line; None if none can be read.
+
+    The first 10,000 lexemes are looked at: strings count as one, so this covers what people send and bounds the rest.
+    """
+    for path, value in strict_json.members(line, most=10_000):
+        if path == ("id",):
+            try:
+                return _id("id", orjson.loads(value))
+            except (_Wrong, orjson.JSONDecodeError):
+                return None
+    return None
 
 
 class _Wrong(Exception):
@@ -427,107 +436,3 @@ _PARSERS: dict[str, Callable[[Id, dict[str, Any], Limits], Request]] = {
     "cancel": _cancel,
 }
 OPS = tuple(_PARSERS)
-
-
-# What a decoded value no longer shows
-
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
-_NO_STRUCTURE = bytes(set(range(256)) - set(b"[]{}:"))
-_LEXEME = re.compile(_STRING.pattern + rb'|[\[\]{}:,]|[^\s"\[\]{}:,]+', re.DOTALL)
-
-
-def _hidden_fault(line: bytes, message: Any) -> Refusal | None:
-    """A key that stands twice in one object, or nesting beyond the bound, in a line that decodes to `message`.
-
-    With its strings taken out, a line of valid JSON has as many colons as members, and a dict has lost those whose key
-    came again. So counting finds a double key without reading the line a second time key by key.
-    """
-    skeleton = _STRING.sub(b"", line).translate(None, _NO_STRUCTURE)
-    depth = deepest = 0
-    for mark in skeleton:
-        if mark in b"[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif mark != 0x3A:  # a closing one
-            depth -= 1
-    if deepest > DEEPEST_NESTING:
-        return Refusal(find_id(line), "invalid_json", f"nested deeper than {DEEPEST_NESTING} at {_deep_place(line)}")
-    if skeleton.count(b":") == _member_count(message):
-        return None
-    seen = set()
-    for path, _ in _members(line):
-        if path in seen:
-            field = _written(path)
-            id = None if field == "id" else find_id(line)
-            return Refusal(id, "invalid_json", f"{field}: the key stands twice in one object", field)
-        seen.add(path)
-    raise AssertionError("members are missing, but no key stands twice")
-
-
-def _member_count(value: Any) -> int:
-    if isinstance(value, dict):
-        return len(value) + sum(map(_member_count, value.values()))
-    if isinstance(value, list):
-        return sum(_member_count(each) for each in value if isinstance(each, dict | list))
-    return 0
-
-
-def find_id(line: bytes) -> Id | None:
-    """The id of a line that is not a valid request, or only the start of a line; None if none can be read.
-
-    The first 10,000 lexemes are looked at: strings count as one, so this covers what people send and bounds the rest.
-    """
-    for path, value in _members(line, most=10_000):
-        if path == ("id",):
-            try:
-                return _id("id", orjson.loads(value))
-            except (_Wrong, orjson.JSONDecodeError):
-                return None
-    return None
-
-
-def _members(line: bytes, most: int | None = None) -> Iterator[tuple[tuple[str | int, ...], bytes]]:
-    """(path, first lexeme of the value) of each member of each object on the line, which may be broken anywhere."""
-    path: list[str | int] = []  # the key or index at each level that is open
-    key = None  # the string that will be a key if a colon follows
-    after_colon = False
-    for match in islice(_LEXEME.finditer(line), most):
-        lexeme = match[0]
-        if after_colon:
-            after_colon = False
-            if match.end() < len(line):  # the last lexeme of a cut line may be cut too
-                yield tuple(path), lexeme
-        if lexeme == b":":
-            if key is not None and path and isinstance(path[-1], str):
-                path[-1] = key
-                after_colon = True
-        elif lexeme in b"{[":
-            path.append(0 if lexeme == b"[" else "")
-        elif lexeme in b"}]":
-            if path:
-                path.pop()
-        elif lexeme == b"," and path and isinstance(path[-1], int):
-            path[-1] += 1
-        key = _key(lexeme) if lexeme.startswith(b'"') else None
-
-
-def _key(lexeme: bytes) -> str | None:
-    try:
-        return orjson.loads(lexeme)  # type: ignore[no-any-return]
-    except orjson.JSONDecodeError:
-        return None
-
-
-def _deep_place(line: bytes) -> str:
-    depth = 0
-    for match in _LEXEME.finditer(line):
-        depth += (match[0] in b"{[") - (match[0] in b"}]")
-        if depth > DEEPEST_NESTING:
-            return f"column {match.start() + 1}"
-    return "its end"
-
-
-def _written(path: Sequence[str | int]) -> str:
-    """("messages", 0, "role") -> messages[0].role"""
-    parts = [f"[{each}]" if isinstance(each, int) else f".{each}" for each in path]
-    return "".join(parts).removeprefix(".")

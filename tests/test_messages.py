@@ -152,6 +152,13 @@ def test_unknown_and_missing_fields() -> None:
     assert refused('{"id":1,"op":"cancel"}', "invalid_request", 1, "missing").field == "target"
 
 
+def test_a_key_as_long_as_a_line() -> None:
+    long = "x" * 100_000
+    for line in (f'{{"id":1,"op":"info","{long}":1}}', f'{{"id":1,"op":"info","{long}":1,"{long}":1}}'):
+        refusal = parse(line)
+        assert refusal.id == 1 and refusal.field == "x" * 200 + "..." and len(refusal.message) < 600
+
+
 def test_exactly_one_prompt() -> None:
     for prompts in ("", ',"prompt":"a","tokens":[1]', ',"tokens":[1],"messages":[{"role":"user"}]'):
         refused(f'{{"id":1,"op":"generate"{prompts}}}', "invalid_request", 1, "exactly one of prompt, tokens and")

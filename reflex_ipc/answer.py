@@ -18,6 +18,7 @@ from reflex_ipc.messages import (
     Limits,
     Request,
     Result,
+    Score,
     Started,
     Token,
     Tokenize,
@@ -36,6 +37,8 @@ def answer(engine: "Engine", request: Request, limits: Limits, queued_ms: float,
     try:
         if isinstance(request, Generate):
             yield from _generate(engine, request, limits, queued_ms, poll)
+        elif isinstance(request, Score):
+            yield from _score(engine, request, limits, queued_ms, poll)
         elif isinstance(request, Tokenize):
             yield Result(request.id, {"tokens": engine.tokenize(request.text, special=request.special)})
         elif isinstance(request, Detokenize):
@@ -81,11 +84,7 @@ def _generate(
         poll=poll,
     )
     try:
-        most = limits.prompt_tokens
-        if most is not None and generation.prompt_tokens > most:
-            raise ContextOverflowError(
-                f"the prompt has {generation.prompt_tokens} tokens; this engine was told to take at most {most}"
-            )
+        _check_prompt(generation.prompt_tokens, limits)
         yield Started(request.id, generation.prompt_tokens)
         texts = []
         for index, token in enumerate(generation):
@@ -102,6 +101,54 @@ def _generate(
         yield Done(request.id, reason, "".join(texts), usage, timings)
     finally:
         generation.close()
+
+
+def _score(engine: "Engine", request: Score, limits: Limits, queued_ms: float, poll: Poll) -> Iterator[Result]:
+    prompt: Any = request.prompt if request.messages is None else request.messages
+    scoring = engine.scoring(
+        prompt,
+        request.candidates,
+        normalize=request.normalize,
+        temperature=request.temperature,
+        join=request.join,
+        end=request.end,
+        arguments=request.template_arguments,
+        poll=poll,
+    )
+    _check_prompt(scoring.prompt_tokens, limits)
+    scores = scoring.run()
+    candidates = [
+        {
+            "text": each.text,
+            "tokens": each.tokens,
+            "token_logprobs": each.token_logprobs,
+            "bytes": each.n_bytes,
+            "logprob": each.logprob,
+            **({} if each.neutral_logprob is None else {"neutral_logprob": each.neutral_logprob}),
+            "score": each.score,
+            "probability": each.probability,
+        }
+        for each in scores.candidates
+    ]
+    fields = {
+        "candidates": candidates,
+        "best": scores.candidates.index(scores.best),
+        "normalize": scores.normalize,
+        "temperature": scores.temperature,
+        "entropy_bits": scores.entropy_bits,
+        "margin": scores.margin,
+        "healed": scores.healed,
+        "passes": scores.passes,
+        "usage": {"prompt_tokens": scores.prompt_tokens, "reused_tokens": 0},
+        "timings": {"queued_ms": round(queued_ms, 3), "total_ms": round(scoring.total_ms, 3)},
+    }
+    yield Result(request.id, fields)
+
+
+def _check_prompt(n_tokens: int, limits: Limits) -> None:
+    most = limits.prompt_tokens
+    if most is not None and n_tokens > most:
+        raise ContextOverflowError(f"the prompt has {n_tokens} tokens; this engine was told to take at most {most}")
 
 
 def _token(engine: "Engine", request: Generate, index: int, token: "EngineToken") -> Token:

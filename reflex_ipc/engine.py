@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from reflex_ipc import archs
 from reflex_ipc.errors import ContextOverflowError, DeviceError, InvalidRequestError, ModelFileError
 from reflex_ipc.gguf import GGUF
-from reflex_ipc.plan import Plan, Step
+from reflex_ipc.plan import PREFILL_CHUNK, Plan, Step
 from reflex_ipc.sampler import Sampled, Sampler, Sampling
 from reflex_ipc.stops import StopStrings
 from reflex_ipc.tokenizer import Tokenizer
@@ -22,10 +22,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from reflex_ipc.chat import ChatTemplate
-    from reflex_ipc.scoring import Scores
+    from reflex_ipc.scoring import Scores, Scoring
 
-PREFILL_CHUNK = 512
-"""Tokens of a prompt between two looks at whether the request still stands."""
 GREEDY = Sampling()
 
 Progress = Callable[[str, int, int], None]
@@ -255,45 +253,52 @@ class Engine:
         that ends a turn to every candidate. docs/scoring.md defines the numbers. Raises InvalidRequestError,
         TemplateError and ContextOverflowError.
         """
+        return self.scoring(
+            prompt,
+            candidates,
+            normalize=normalize,
+            temperature=temperature,
+            join=join,
+            end=end,
+            arguments=arguments,
+        ).run()
+
+    def scoring(
+        self,
+        prompt: str | Sequence[dict[str, Any]],
+        candidates: Sequence[str],
+        *,
+        normalize: str = "sum",
+        temperature: float = 1.0,
+        join: str = "",
+        end: bool = False,
+        arguments: dict[str, Any] | None = None,
+        poll: Poll | None = None,
+    ) -> "Scoring":
+        """What `score` runs, checked and tokenised but not run yet."""
         from reflex_ipc import scoring
 
         scoring.check(candidates, normalize, temperature)
         context, tails, healed = self._split(prompt, candidates, join, end, arguments)
-        neutral = self._neutral() if normalize == "pmi" else None
         longest = len(context) + max(map(len, tails)) - 1
         if longest > self.n_ctx:
             raise ContextOverflowError(
                 f"prompt and longest candidate have {longest} tokens, the context holds {self.n_ctx}"
             )
         self._begin(len(context))
-        executor = self._executor
-        limit = executor.step_limit(len(context))
-        n_passes = 0
-        # A context that fills a step by itself goes ahead in pieces; otherwise prompt and candidates are one step.
-        while len(context) - executor.n_past > limit:
-            n = min(PREFILL_CHUNK, len(context) - executor.n_past - 1)
-            chunk = context[executor.n_past : executor.n_past + n]
-            executor.forward(Step.text(chunk, executor.n_past, []))
-            n_passes += 1
-        logprobs = [[0.0] * len(ids) for ids in tails]
-        neutral_logprobs = [[0.0] * len(ids) for ids in tails]
-        for step, targets, places in scoring.passes(context, tails, neutral, executor.n_past, limit):
-            for row, row_places in zip(executor.score(step, targets), places, strict=True):
-                for value, wanted in zip(row, row_places, strict=True):
-                    for candidate, at, is_neutral in wanted:
-                        (neutral_logprobs if is_neutral else logprobs)[candidate][at] = value
-            n_passes += 1
-        found = [
-            scoring.Scored(text, tuple(ids), sum(len(self._bytes(i)) for i in ids), values, before)
-            for text, ids, values, before in zip(
-                candidates,
-                tails,
-                logprobs,
-                neutral_logprobs if neutral is not None else [None] * len(tails),
-                strict=True,
-            )
-        ]
-        return scoring.scores(found, normalize, temperature, prompt_tokens=len(context), healed=healed, passes=n_passes)
+        return scoring.Scoring(
+            self._executor,
+            context,
+            [
+                scoring.Tail(text, tuple(ids), sum(len(self._bytes(i)) for i in ids))
+                for text, ids in zip(candidates, tails, strict=True)
+            ],
+            self._neutral() if normalize == "pmi" else None,
+            normalize=normalize,
+            temperature=temperature,
+            healed=healed,
+            poll=poll,
+        )
 
     def _split(
         self,

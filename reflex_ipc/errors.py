@@ -101,5 +101,11 @@ class DeadlineError(ReflexError):
     exit_code = 124
 
 
+class CancelledError(ReflexError):
+    """Whoever asked took it back before there was an answer."""
+
+    code = "cancelled"
+
+
 EXIT_BELOW_CONFIDENCE = 10
 """Exit code of `reflex system1 --min-confidence` when the winner is below it; an answer, not an error."""

@@ -63,6 +63,21 @@ class Generate(NamedTuple):
     sampling: Mapping[str, Any] = MappingProxyType({})  # keyword arguments of Sampling, which checks their ranges
 
 
+class Score(NamedTuple):
+    """Score candidates as continuations: exactly one of `prompt` and `messages` is not None."""
+
+    id: Id
+    candidates: tuple[str, ...]
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    template_arguments: dict[str, Any] | None = None
+    normalize: str = "sum"
+    temperature: float = 1.0
+    join: str = ""
+    end: bool = False
+    deadline_ms: int | None = None
+
+
 class Tokenize(NamedTuple):
     id: Id
     text: str
@@ -83,7 +98,7 @@ class Cancel(NamedTuple):
     target: Id
 
 
-Request = Generate | Tokenize | Detokenize | Info | Cancel
+Request = Generate | Score | Tokenize | Detokenize | Info | Cancel
 
 
 class Refusal(NamedTuple):
@@ -313,6 +328,15 @@ def _stop_strings(field: str, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _candidates(field: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value:
+        raise _Wrong(field, "must be a list of at least one string")
+    for place, each in enumerate(value):
+        if not isinstance(each, str) or not each:
+            raise _Wrong(f"{field}[{place}]", "must be a string that is not empty")
+    return tuple(value)
+
+
 def _logit_bias(field: str, value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
         raise _Wrong(field, "must be an object from token ids to numbers")
@@ -409,6 +433,29 @@ def _generate(id: Id, message: dict[str, Any], limits: Limits) -> Generate:
     return Generate(id, sampling=sampling, **fields)
 
 
+_SCORE: dict[str, _Check] = {
+    "prompt": _text,
+    "messages": _messages,
+    "template_arguments": _object,
+    "candidates": _candidates,
+    "normalize": _text,
+    "temperature": _number,
+    "join": _text,
+    "end": _boolean,
+    "deadline_ms": _integer(1),
+}
+
+
+def _score(id: Id, message: dict[str, Any], limits: Limits) -> Score:
+    _required("candidates", message)
+    fields = _checked(message, _SCORE)
+    if ("prompt" in fields) == ("messages" in fields):
+        raise _Wrong("prompt", "exactly one of prompt and messages must be given")
+    if "template_arguments" in fields and "messages" not in fields:
+        raise _Wrong("template_arguments", "goes with messages only")
+    return Score(id, **fields)
+
+
 def _tokenize(id: Id, message: dict[str, Any], limits: Limits) -> Tokenize:
     _required("text", message)
     return Tokenize(id, **_checked(message, {"text": _text, "special": _boolean}))
@@ -430,6 +477,7 @@ def _cancel(id: Id, message: dict[str, Any], limits: Limits) -> Cancel:
 
 _PARSERS: dict[str, Callable[[Id, dict[str, Any], Limits], Request]] = {
     "generate": _generate,
+    "score": _score,
     "tokenize": _tokenize,
     "detokenize": _detokenize,
     "info": _info,

@@ -20,6 +20,8 @@ PARENT_STATE = -1
 """Parent of a token that continues the sequence kept in the state."""
 PARENT_NONE = -2
 """Parent of a token that begins a sequence of its own and sees nothing before it."""
+PREFILL_CHUNK = 512
+"""Tokens of a prompt that go through the model in one piece; between two pieces the request may be taken back."""
 
 
 class Step(NamedTuple):

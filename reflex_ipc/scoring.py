@@ -4,16 +4,17 @@ The candidates' tokens form a tree below the prompt that shares common beginning
 with the prompt, every token seeing its ancestors only (`plan.Step`). A candidate's last token need not be computed:
 what its predecessor thinks of it is the answer.
 
-Nothing here knows text or executors: `border` says from where tokens are scored, `passes` says what to run, `scores`
-makes the numbers.
+Nothing here knows how text becomes tokens. `border` says from where tokens are scored, `passes` says what to run,
+`Scoring` runs it, `scores` makes the numbers.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
-from reflex_ipc.errors import InvalidRequestError
-from reflex_ipc.plan import PARENT_NONE, PARENT_STATE, Step
+from reflex_ipc.errors import CancelledError, DeadlineError, InvalidRequestError
+from reflex_ipc.plan import PARENT_NONE, PARENT_STATE, PREFILL_CHUNK, Step
 
 MAX_CANDIDATES = 4096
 MAX_TREE = 32768
@@ -187,14 +188,101 @@ def _pass(
     )
 
 
-class Scored(NamedTuple):
-    """What the passes found of one candidate."""
+class Tail(NamedTuple):
+    """A candidate behind the border: its text, the tokens to score, and the bytes they spell."""
 
     text: str
     tokens: tuple[int, ...]
     n_bytes: int
+
+
+class Scored(NamedTuple):
+    """What the passes found of one candidate."""
+
+    tail: Tail
     logprobs: list[float]
     neutral: list[float] | None
+
+
+class Executor(Protocol):
+    """What of `engine.Executor` scoring needs."""
+
+    @property
+    def n_past(self) -> int: ...
+    def forward(self, step: Step) -> None: ...
+    def score(self, step: Step, targets: Sequence[Sequence[int]]) -> list[list[float]]: ...
+    def step_limit(self, n_past: int) -> int: ...
+
+
+class Scoring:
+    """Candidates about to be scored after a context of `prompt_tokens`."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        context: Sequence[int],
+        tails: Sequence[Tail],
+        neutral: int | None,
+        *,
+        normalize: str,
+        temperature: float,
+        healed: int,
+        poll: Callable[[], str | None] | None = None,
+    ) -> None:
+        """`neutral`, if given, is the token of the neutral context; `poll` is asked before each pass."""
+        self.prompt_tokens = len(context)
+        self.total_ms = 0.0
+        self._executor = executor
+        self._context = context
+        self._tails = tails
+        self._neutral = neutral
+        self._normalize = normalize
+        self._temperature = temperature
+        self._healed = healed
+        self._poll = poll
+
+    def run(self) -> Scores:
+        """Raises CancelledError or DeadlineError where `poll` says so."""
+        began = time.perf_counter()
+        executor, context = self._executor, self._context
+        limit = executor.step_limit(len(context))
+        n_passes = 0
+        # A context that fills a step by itself goes ahead in pieces; otherwise prompt and candidates are one step.
+        while len(context) - executor.n_past > limit:
+            self._stand()
+            n = min(PREFILL_CHUNK, len(context) - executor.n_past - 1)
+            chunk = context[executor.n_past : executor.n_past + n]
+            executor.forward(Step.text(chunk, executor.n_past, []))
+            n_passes += 1
+        found = [
+            Scored(tail, [0.0] * len(tail.tokens), None if self._neutral is None else [0.0] * len(tail.tokens))
+            for tail in self._tails
+        ]
+        tokens = [tail.tokens for tail in self._tails]
+        for step, targets, places in passes(context, tokens, self._neutral, executor.n_past, limit):
+            self._stand()
+            for row, row_places in zip(executor.score(step, targets), places, strict=True):
+                for value, wanted in zip(row, row_places, strict=True):
+                    for candidate, at, is_neutral in wanted:
+                        item = found[candidate]
+                        (item.neutral if is_neutral and item.neutral is not None else item.logprobs)[at] = value
+            n_passes += 1
+        self.total_ms = (time.perf_counter() - began) * 1e3
+        return scores(
+            found,
+            self._normalize,
+            self._temperature,
+            prompt_tokens=len(context),
+            healed=self._healed,
+            passes=n_passes,
+        )
+
+    def _stand(self) -> None:
+        reason = self._poll() if self._poll is not None else None
+        if reason == "deadline":
+            raise DeadlineError("the deadline passed before the candidates were scored")
+        if reason is not None:
+            raise CancelledError("the request was cancelled before the candidates were scored")
 
 
 def scores(
@@ -213,7 +301,7 @@ def scores(
     ranked = sorted(probabilities, reverse=True)
     return Scores(
         candidates=tuple(
-            Candidate(item.text, item.tokens, tuple(item.logprobs), item.n_bytes, sum_, before, value, probability)
+            Candidate(*item.tail[:2], tuple(item.logprobs), item.tail.n_bytes, sum_, before, value, probability)
             for item, sum_, before, value, probability in zip(found, sums, neutral, values, probabilities, strict=True)
         ),
         normalize=normalize,
@@ -228,9 +316,9 @@ def scores(
 
 def _normalised(normalize: str, total: float, item: Scored, neutral: float | None) -> float:
     if normalize == "mean":
-        return total / len(item.tokens)
+        return total / len(item.tail.tokens)
     if normalize == "byte":
-        return total / max(1, item.n_bytes)
+        return total / max(1, item.tail.n_bytes)
     if normalize == "pmi" and neutral is not None:
         return total - neutral
     return total

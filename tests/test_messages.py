@@ -143,7 +143,8 @@ def test_unknown_and_missing_fields() -> None:
     refusal = refused('{"id":1,"op":"generate","prompt":"","temprature":1}', "invalid_request", 1, "temperature")
     assert refusal.field == "temprature"
     assert refused('{"id":1,"op":"info","prompt":""}', "invalid_request", 1).field == "prompt"
-    assert refused('{"id":1,"op":"score"}', "invalid_request", 1, "generate").field == "op"
+    assert refused('{"id":1,"op":"embed"}', "invalid_request", 1, "generate").field == "op"
+    assert refused('{"id":1,"op":"score","prompt":"x"}', "invalid_request", 1, "missing").field == "candidates"
     assert refused('{"id":1,"op":["generate"]}', "invalid_request", 1).field == "op"
     assert refused('{"id":1}', "invalid_request", 1, "missing").field == "op"
     assert refused('{"op":"info"}', "invalid_request", None, "missing").field == "id"

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from reflex_ipc import errors, messages
+from reflex_ipc import errors, messages, scoring
 from reflex_ipc.chat import ChatTemplate
 from reflex_ipc.messages import Limits, Refusal
 from reflex_ipc.sampler import Sampling
@@ -151,7 +151,8 @@ def test_error_codes_and_limits_are_all_there() -> None:
         if isinstance(value, type) and value.code in rows:
             assert rows[value.code] == str(value.exit_code), name
     said = {"invalid_json", "invalid_request", "template", "model_file", "unsupported_model", "device"}
-    assert said | {"out_of_memory", "context_overflow", "busy", "internal"} <= rows.keys()
+    said |= {"out_of_memory", "context_overflow", "cancelled", "deadline", "busy", "internal"}
+    assert said <= rows.keys()
     section = PAGE[PAGE.index("## Limits") : PAGE.index("## The Unix socket")]
     defaults = dict(re.findall(r"^\| `(\w+)` \| ([\w; ]+?) ", section, re.MULTILINE))
     for name, value in Limits()._asdict().items():
@@ -162,7 +163,7 @@ def test_fields_and_limits_of_the_schema() -> None:
     definitions = SCHEMA["$defs"]
     for op in messages.OPS:
         kind = {"generate": messages.Generate, "tokenize": messages.Tokenize, "detokenize": messages.Detokenize}
-        kind |= {"info": messages.Info, "cancel": messages.Cancel}
+        kind |= {"info": messages.Info, "cancel": messages.Cancel, "score": messages.Score}
         fields = set(kind[op]._fields) | {"op"}
         if op == "generate":
             fields = fields - {"sampling"} | set(Sampling.__slots__)
@@ -208,6 +209,8 @@ VALUES += [
     [{}],
     20,
     21,
+    "sum",
+    "pmi",
 ]
 
 
@@ -223,8 +226,10 @@ def test_the_schema_and_the_parser_agree() -> None:
             if field not in ("id", "op"):
                 fit = [each for each in VALUES if not list(validator_of(op, field).iter_errors(each))]
                 request[field] = rng.choice(fit if rng.random() < 0.8 else VALUES)
-        if op == "generate" and rng.random() < 0.7:
+        if op in ("generate", "score") and rng.random() < 0.7:
             request = {"prompt": "x", **request}
+        if op == "score" and rng.random() < 0.7:
+            request = {"candidates": ["a"], **request}
         if rng.random() < 0.05:
             request["unknown"] = 1
         valid = not list(REQUEST.iter_errors(request))
@@ -250,6 +255,13 @@ def accepted(request: dict[str, Any]) -> bool:
     if isinstance(parsed, messages.Generate):
         try:
             Sampling(**parsed.sampling)
+            if parsed.messages is not None:
+                read_messages(parsed.messages)
+        except errors.InvalidRequestError:
+            return False
+    if isinstance(parsed, messages.Score):
+        try:
+            scoring.check(parsed.candidates, parsed.normalize, parsed.temperature)
             if parsed.messages is not None:
                 read_messages(parsed.messages)
         except errors.InvalidRequestError:

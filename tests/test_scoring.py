@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from reflex_ipc import scoring
 from reflex_ipc.engine import Engine
-from reflex_ipc.errors import ContextOverflowError, InvalidRequestError
+from reflex_ipc.errors import CancelledError, ContextOverflowError, DeadlineError, InvalidRequestError
 from reflex_ipc.plan import PARENT_NONE, Step
 
 FAMILIES = [
@@ -119,8 +119,8 @@ def test_passes_spell_every_candidate(candidates: list[list[int]], limit: int) -
 
 def test_numbers_follow_from_the_sums() -> None:
     found = [
-        scoring.Scored("x", (1,), 2, [np.log(0.5)], [np.log(0.25)]),
-        scoring.Scored("y", (1, 2), 8, [np.log(0.5), np.log(0.5)], [np.log(0.5), np.log(0.125)]),
+        scoring.Scored(scoring.Tail("x", (1,), 2), [np.log(0.5)], [np.log(0.25)]),
+        scoring.Scored(scoring.Tail("y", (1, 2), 8), [np.log(0.5)] * 2, [np.log(0.5), np.log(0.125)]),
     ]
     by = {
         rule: scoring.scores(found, rule, 1.0, prompt_tokens=1, healed=0, passes=1) for rule in scoring.NORMALISATIONS
@@ -152,6 +152,14 @@ def test_bad_requests(fixtures: Path) -> None:
             engine.score("x", ["a"] * 4097)
         with pytest.raises(ContextOverflowError):
             engine.score("x", ["word " * 100])
+
+
+@pytest.mark.parametrize(("reason", "error"), [("deadline", DeadlineError), ("cancelled", CancelledError)])
+def test_poll_ends_it(fixtures: Path, reason: str, error: type[Exception]) -> None:
+    with Engine.open(fixtures / "exact" / "llama-f16.gguf", backend="cpu") as engine:
+        with pytest.raises(error):
+            engine.scoring("x", ["a"], poll=lambda: reason).run()
+        assert engine.score("x", ["a"]).best.text == "a"
 
 
 @pytest.mark.model

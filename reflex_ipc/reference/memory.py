@@ -2,14 +2,12 @@
 
 from typing import NamedTuple
 
-from reflex_ipc.plan import Attention, Plan
+from reflex_ipc.plan import PREFILL_CHUNK, Attention, Plan
 
 # Interpreter, NumPy and BLAS, the vocabulary, and reading buffers; measured with the demo model.
 _BASE = 160 << 20
 CONTEXT_STEP = 256
 """The cache grows by this many tokens at a time."""
-MAX_STEP = 512
-"""Tokens of a prompt that go through the model in one piece."""
 LARGEST_STEP = 4096
 """Tokens of the largest step: a tree of candidates is not cut into pieces as a prompt is."""
 
@@ -36,7 +34,7 @@ def mib(n: int) -> str:
     return f"{n / (1 << 20):,.0f} MiB"
 
 
-def estimate(plan: Plan, n_ctx: int, n_step: int = MAX_STEP) -> Need:
+def estimate(plan: Plan, n_ctx: int, n_step: int = PREFILL_CHUNK) -> Need:
     """What the reference executor needs at a context of `n_ctx` tokens, in steps of at most `n_step`."""
     per_token, fixed = plan.state_elements()
     n_step = min(n_ctx, n_step)

@@ -1,0 +1,109 @@
+"""uvicorn, set up: one process, no logs of its own that could hold a request's text, time-outs on slow clients."""
+
+import argparse
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import Sequence
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from reflex_sidecar.app import Settings, create_app
+from reflex_sidecar.engine import Engine
+from reflex_sidecar.links import ChildLink, Link, SocketLink
+
+HEADERS_S = 10.0
+"""How long the headers of a request may take."""
+READER_S = 20.0
+"""How long a client may leave a full buffer unread. The engine waits that long too: keep it below its own time-out."""
+CONNECTIONS = 512
+GRACE_S = 5
+"""How long running answers may take when the process is told to end."""
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+
+
+class PatientOnlySoLong(H11Protocol):
+    """Closes a connection whose request does not arrive, or whose client does not read the answer.
+
+    uvicorn itself limits only the time between two requests.
+    """
+
+    _headers_timer: asyncio.TimerHandle | None = None
+    _reader_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._time_headers()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._time_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        _stop(self._headers_timer)
+        _stop(self._reader_timer)
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reader_timer = self._reader_timer or self.loop.call_later(READER_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        _stop(self._reader_timer)
+        self._reader_timer = None
+        super().resume_writing()
+
+    def _time_headers(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            _stop(self._headers_timer)
+            self._headers_timer = None
+        elif self._headers_timer is None:
+            self._headers_timer = self.loop.call_later(HEADERS_S, self.transport.close)
+
+
+def _stop(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
+def serve(options: argparse.Namespace, command: Sequence[str], key: str | None, hidden: Sequence[str]) -> int:
+    """Serve until SIGINT or SIGTERM. `hidden`: see ChildLink. Returns the exit code."""
+    try:
+        family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+        listener = socket.create_server((options.host, options.port), family=family, backlog=CONNECTIONS)
+    except (OSError, OverflowError) as error:
+        print(f"reflex-sidecar: {options.host} port {options.port}: {error}", file=sys.stderr)
+        return 1
+    link: Link = SocketLink(options.socket) if options.socket is not None else ChildLink(command, hidden)
+    bound = f"[{options.host}]" if family == socket.AF_INET6 else options.host
+    settings = Settings(
+        hosts=frozenset(name.lower() for name in (*LOOPBACK_HOSTS, bound, *options.allow_host)),
+        origins=frozenset(options.allow_origin),
+        key=key,
+        model_names=tuple(options.model_name),
+        body_bytes=options.body_bytes,
+        ping_s=options.ping,
+    )
+    app = create_app(Engine(link, queue=options.queue, wait_s=options.wait), settings)
+    config = uvicorn.Config(
+        app,
+        loop="asyncio",  # its clock is the monotonic one
+        http=PatientOnlySoLong,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=CONNECTIONS,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # its traces quote what they were doing
+    port = listener.getsockname()[1]
+    print(f"reflex-sidecar: listening on http://{bound}:{port}/", file=sys.stderr, flush=True)
+    server = uvicorn.Server(config)
+    asyncio.run(server.serve(sockets=[listener]))
+    return 0 if server.started else 1

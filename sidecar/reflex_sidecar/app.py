@@ -16,12 +16,12 @@ from starlette.types import ASGIApp
 from reflex_sidecar import openai_requests
 from reflex_sidecar.body import read_object
 from reflex_sidecar.engine import Engine
-from reflex_sidecar.errors import ApiError, bad_request
+from reflex_sidecar.errors import ApiError, ClientGoneError, bad_request
 from reflex_sidecar.guard import Guard, Observed, has_key, refusal
 from reflex_sidecar.metrics import Metrics
 from reflex_sidecar.openai_requests import Job
 from reflex_sidecar.page import page
-from reflex_sidecar.stream import CLIENT_CLOSED, ClientGoneError, Generation, unless_gone
+from reflex_sidecar.stream import CLIENT_CLOSED, Generation, unless_gone
 
 
 class Settings(NamedTuple):

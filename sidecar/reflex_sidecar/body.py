@@ -3,14 +3,17 @@
 import json
 from typing import Any, NoReturn
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
-from reflex_sidecar.errors import bad_request
+from reflex_sidecar.errors import ClientGoneError, bad_request
 
 
 async def read_object(request: Request) -> dict[str, Any]:
-    """Raises ApiError 400. Size and time are bounded by `guard`."""
-    return parse_object(await request.body())
+    """Raises ApiError 400, ClientGoneError. Size and time are bounded by `guard`."""
+    try:
+        return parse_object(await request.body())
+    except ClientDisconnect:
+        raise ClientGoneError from None
 
 
 def parse_object(data: bytes) -> dict[str, Any]:

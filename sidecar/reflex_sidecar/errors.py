@@ -49,6 +49,10 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+class ClientGoneError(Exception):
+    """The client has hung up: nobody is there to be answered."""
+
+
 def bad_request(param: str | None, message: str, code: str = "invalid_request") -> ApiError:
     return ApiError(400, code, message if param is None else f"{param}: {message}", param=param)
 

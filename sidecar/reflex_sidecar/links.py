@@ -241,7 +241,7 @@ class ChildLink:
             self._ready.clear()
 
     def _not_ready(self, retry_after: float) -> ApiError:
-        why = "it is loading its model" if self._state == "loading" else self._error
+        why = self._error or "it is loading its model"
         return ApiError(503, "engine_not_ready", f"the engine is not ready: {why}", retry_after=retry_after)
 
     async def release(self, conversation: Conversation, request_id: str, finished: bool) -> None:
@@ -250,19 +250,27 @@ class ChildLink:
             return
         if conversation is not self._conversation:
             return  # that one is dead
+        if not conversation.broken and await self._stop(conversation, request_id):
+            return
+        if conversation is self._conversation:  # still
+            self._kill()
+            self._ready.clear()  # nobody is to be given this conversation again
+
+    @staticmethod
+    async def _stop(conversation: Conversation, request_id: str) -> bool:
+        """Cancel a request and read to its end. False if that does not come."""
         try:
             async with asyncio.timeout(STOP_S):
                 await conversation.write({"id": f"stop {request_id}", "op": "cancel", "target": request_id})
                 while True:
                     event = await conversation.read()
                     if event.get("id") == request_id and event["event"] in ("done", "result", "error"):
-                        return
+                        return True
         except TimeoutError:
             logger.error("the engine did not end a cancelled request within %.0f s, and is restarted", STOP_S)
         except ApiError:
             pass  # it is dead, or what it says makes no sense
-        self._kill()
-        self._ready.clear()  # nobody is to be given this conversation again
+        return False
 
     async def status(self) -> dict[str, Any]:
         return _describe(self._conversation, self._state, self._error, self._restarts)

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from reflex_sidecar import openai_answers
 from reflex_sidecar.engine import Engine, Reply, Turn
-from reflex_sidecar.errors import ApiError
+from reflex_sidecar.errors import ApiError, ClientGoneError
 from reflex_sidecar.metrics import Metrics
 from reflex_sidecar.openai_requests import Job, bounded
 from reflex_sidecar.wire import Event
@@ -27,10 +27,6 @@ CLIENT_CLOSED = 499
 
 
 T = TypeVar("T")
-
-
-class ClientGoneError(Exception):
-    pass
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

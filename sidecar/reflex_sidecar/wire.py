@@ -15,7 +15,10 @@ LINE_BYTES = 64 << 20
 
 
 class Conversation:
-    """What was said so far: `hello`, `ready`, and `loading`, the last report of each phase."""
+    """What was said so far: `hello`, `ready`, and `loading`, the last report of each phase.
+
+    `broken`: the engine is gone, or has said something that is not the protocol, and is not to be asked again.
+    """
 
     def __init__(self, reader: StreamReader, writer: StreamWriter):
         self._reader = reader
@@ -23,9 +26,17 @@ class Conversation:
         self.hello: Event = {}
         self.ready: Event = {}
         self.loading: dict[str, Event] = {}
+        self.broken = False
 
     async def read(self) -> Event:
         """The next event; cancelling the call loses nothing. Raises ApiError if it is gone or makes no sense."""
+        try:
+            return await self._read()
+        except ApiError:
+            self.broken = True
+            raise
+
+    async def _read(self) -> Event:
         try:
             line = await self._reader.readline()
         except (OSError, ValueError, LimitOverrunError) as error:
@@ -50,6 +61,7 @@ class Conversation:
             self._writer.write(line + b"\n")
             await self._writer.drain()
         except (OSError, RuntimeError):
+            self.broken = True
             raise engine_gone("the engine ended before it took the request") from None
 
     async def greet(self, report: Callable[[], None] = lambda: None) -> None:

@@ -1,5 +1,6 @@
 """Sidecars and engines as processes, for the tests: started, asked whether they are ready, ended."""
 
+import json
 import os
 import re
 import signal
@@ -16,10 +17,9 @@ ROOT = Path(__file__).parents[2]
 PATIENCE = 30.0  # seconds; far more than anything takes, even on a busy machine
 
 
-def engine_command(kind: str, model: object, *arguments: object) -> list[str]:
-    """`reflex stdio MODEL` or `reflex uds MODEL SOCKET`, on one thread of the CPU."""
-    options = ["--backend", "cpu", "--threads", "1"]
-    return [sys.executable, "-m", "reflex_ipc", kind, str(model), *map(str, arguments), *options]
+def engine_command(kind: str, model: object, **options: Any) -> list[str]:
+    """What `reflex stdio MODEL` or `reflex uds MODEL` runs, on one thread of the CPU. `options`: see tests/serve.py."""
+    return [sys.executable, str(ROOT / "tests" / "serve.py"), kind, str(model), json.dumps(options)]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -74,7 +74,7 @@ class Process:
 class UdsEngine(Process):
     def __init__(self, model: object, folder: Path):
         self.path = folder / "engine.sock"
-        super().__init__(engine_command("uds", model, self.path), folder / "engine.log")
+        super().__init__(engine_command("uds", model, path=str(self.path)), folder / "engine.log")
         until(lambda: self.path.exists() or self.popen.poll() is not None)
         assert self.popen.poll() is None, self.text()
 
@@ -82,9 +82,14 @@ class UdsEngine(Process):
 class Sidecar(Process):
     """`Sidecar(folder, "--socket", path)` or `Sidecar(folder, "--", *engine_command(...))`, on a free port."""
 
-    def __init__(self, folder: Path, *arguments: object, ready: bool = True, **more: str):
+    def __init__(self, folder: Path, *arguments: object, ready: bool = True, patience: str = "", **more: str):
+        """`patience`: assignments that shorten the sidecar's time-outs, such as "serve.READER_S = 0.5"."""
         log = folder / f"sidecar-{time.monotonic_ns()}.log"
-        super().__init__([sys.executable, "-m", "reflex_sidecar", "--port", "0", *map(str, arguments)], log, **more)
+        start = ["-m", "reflex_sidecar"]
+        if patience:
+            imports = "from reflex_sidecar import guard, links, serve; from reflex_sidecar.__main__ import run"
+            start = ["-c", f"{imports}; {patience}; run()"]
+        super().__init__([sys.executable, *start, "--port", "0", *map(str, arguments)], log, **more)
         found = until(lambda: re.search(r"listening on (http://\S+)/", self.text()) or self.popen.poll() is not None)
         assert isinstance(found, re.Match), self.text()
         self.url = found[1]

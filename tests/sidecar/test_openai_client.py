@@ -51,9 +51,9 @@ def test_chat_says_what_the_engine_says(client: openai.OpenAI, engine: Any) -> N
     assert answer.choices[0].finish_reason == "length"
     assert answer.object == "chat.completion"
     assert answer.model == "llama-f16"
-    assert answer.usage and answer.usage.prompt_tokens == expected["usage"]["prompt_tokens"] == 14
+    assert answer.usage and answer.usage.prompt_tokens == expected["usage"]["prompt_tokens"]
     assert answer.usage.completion_tokens == 12
-    assert answer.usage.total_tokens == 26
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 12
     assert answer.reflex["finish_reason"] == "length"  # type: ignore[attr-defined]
     assert set(answer.reflex["timings"]) >= {"queued_ms", "prompt_ms", "first_token_ms"}  # type: ignore[attr-defined]
 
@@ -218,7 +218,7 @@ def test_errors_name_the_parameter(client: openai.OpenAI, stream: bool) -> None:
         return caught.value
 
     assert refused(n=2).param == "n"
-    assert refused(temperature=-1).param == "temperature"  # the engine's own check
+    assert refused(seed=0.5).param == "seed"  # the engine's own check
     assert refused(max_completion_tokens=-1).param == "max_completion_tokens"  # under the name that was used
     assert refused(extra_body={"temprature": 1}).param == "temprature"
     assert refused(messages=[{"role": "user", "content": "x" * 9000}]).code == "context_length_exceeded"

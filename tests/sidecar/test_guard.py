@@ -1,0 +1,241 @@
+"""Who may ask, and how: browsers lured by other sites, wrong names, keys, and bodies that are too much."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from running import PATIENCE, Sidecar, engine_command, environment, until
+
+ASK = {"prompt": "Once", "max_tokens": 2}
+JSON_TYPE = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def keyed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
+    """With a key from a file, one further host and one allowed origin, and bodies of at most 2,000 bytes."""
+    folder = tmp_path_factory.mktemp("keyed")
+    (folder / "key").write_text("s3cret\n")
+    options = ["--key-file", folder / "key", "--allow-host", "Model.Example", "--allow-origin", "https://app.example"]
+    with Sidecar(
+        folder, *options, "--host", "0.0.0.0", "--body-bytes", 2000, "--", *engine_command("stdio", tiny), ready=False
+    ) as it:
+        it.url = f"http://127.0.0.1:{it.port}"
+        it.wait_ready()
+        yield it
+
+
+def refused(response: httpx.Response, status: int, code: str) -> None:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error["code"] == code
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("path", ["/", "/livez", "/readyz", "/metrics", "/v1/models", "/nothing"])
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "127.0.0.1:x", "[::1", ""])
+def test_rebound_names_are_refused(child: Sidecar, path: str, host: str) -> None:
+    refused(httpx.get(child.url + path, headers={"host": host}), 403, "host_not_allowed")
+
+
+def test_own_names_are_served(child: Sidecar) -> None:
+    for host in ("localhost", f"localhost:{child.port}", "LocalHost:1", "127.0.0.1", "[::1]:8080"):
+        assert httpx.get(child.url + "/livez", headers={"host": host}).status_code == 200
+
+
+def test_two_hosts(child: Sidecar) -> None:
+    with socket.create_connection(("127.0.0.1", child.port), PATIENCE) as connection:
+        connection.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost.evil.example", "http://localhost:1"])
+def test_other_sites_are_refused(child: Sidecar, origin: str) -> None:
+    before = child.metric('reflex_sidecar_finished_total{reason="length"}')
+    refused(child.post("/v1/completions", ASK, headers={"origin": origin}), 403, "origin_not_allowed")
+    preflight = {"origin": origin, "access-control-request-method": "POST"}
+    answer = httpx.options(child.url + "/v1/completions", headers=preflight)
+    refused(answer, 403, "origin_not_allowed")
+    assert "access-control-allow-origin" not in answer.headers
+    assert child.metric('reflex_sidecar_finished_total{reason="length"}') == before
+
+
+def test_own_page_may_ask(child: Sidecar) -> None:
+    answer = child.post("/v1/completions", ASK, headers={"origin": child.url})
+    assert answer.status_code == 200
+    assert "access-control-allow-origin" not in answer.headers  # CORS is off
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+def test_what_a_form_can_send_is_refused(child: Sidecar, kind: str | None) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    refused(
+        httpx.post(child.url + "/v1/completions", content=json.dumps(ASK), headers=headers),
+        415,
+        "unsupported_media_type",
+    )
+
+
+def test_content_type_with_charset(child: Sidecar) -> None:
+    headers = {"content-type": "Application/JSON; charset=UTF-8"}
+    answer = httpx.post(child.url + "/v1/completions", content=json.dumps(ASK), headers=headers)
+    assert answer.status_code == 200
+
+
+def test_allowed_origin(keyed: Sidecar) -> None:
+    origin = {"origin": "https://app.example"}
+    preflight = httpx.options(
+        keyed.url + "/v1/completions", headers=origin | {"access-control-request-method": "POST"}
+    )
+    assert preflight.status_code == 204
+    assert preflight.headers["access-control-allow-origin"] == "https://app.example"
+    assert "authorization" in preflight.headers["access-control-allow-headers"]
+    answer = keyed.post("/v1/completions", ASK, headers=origin | {"authorization": "Bearer s3cret"})
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == "https://app.example"
+    assert "Origin" in answer.headers["vary"]
+
+
+def test_allowed_host(keyed: Sidecar) -> None:
+    assert httpx.get(keyed.url + "/livez", headers={"host": "model.example"}).status_code == 200
+
+
+@pytest.mark.parametrize("given", [None, "Bearer", "Bearer wrong", "Basic s3cret", "s3cret", "Bearer s3cret2", b"Bearer \xff"])
+def test_key(keyed: Sidecar, given: Any) -> None:
+    headers = {} if given is None else {"authorization": given}
+    for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("POST", "/v1/completions"), ("POST", "/tokenize")):
+        answer = httpx.request(method, keyed.url + path, headers={**headers, **JSON_TYPE})
+        refused(answer, 401, "invalid_api_key")
+        assert answer.headers["www-authenticate"] == "Bearer"
+    assert httpx.get(keyed.url + "/readyz", headers=headers).json() == {"state": "ready"}
+    assert httpx.get(keyed.url + "/livez", headers=headers).status_code == 200
+
+
+def test_right_key(keyed: Sidecar) -> None:
+    headers = {"authorization": "Bearer s3cret"}
+    assert keyed.post("/v1/completions", ASK, headers=headers).status_code == 200
+    assert httpx.get(keyed.url + "/readyz", headers=headers).json()["model"]["name"] == "llama"
+
+
+def test_the_engine_does_not_see_the_key(tiny: Path, tmp_path: Path) -> None:
+    with Sidecar(tmp_path, "--", *engine_command("stdio", tiny), REFLEX_API_KEY="from-environment") as sidecar:
+        assert httpx.get(sidecar.url + "/v1/models").status_code == 401
+        given = {"authorization": "Bearer from-environment"}
+        assert httpx.get(sidecar.url + "/v1/models", headers=given).status_code == 200
+        engine = Path(f"/proc/{sidecar.engine_pid()}/environ").read_bytes()
+        assert b"REFLEX_API_KEY" not in engine and b"PATH=" in engine
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--host", "0.0.0.0", "--socket", "x"], "takes a key"),
+        (["--host", "::", "--socket", "x"], "takes a key"),
+        (["--host", "192.0.2.1", "--socket", "x"], "takes a key"),
+        (["--key-file", "/nonexistent", "--socket", "x"], "No such file"),
+        (["--key-file", "/dev/null", "--socket", "x"], "has to be a word"),
+        ([], "--socket PATH or as a command"),
+        (["--socket", "x", "--", "reflex"], "--socket PATH or as a command"),
+        (["--"], "--socket PATH or as a command"),
+    ],
+)
+def test_usage(arguments: list[str], complaint: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "reflex_sidecar", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=PATIENCE)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+
+
+def test_address_in_use(child: Sidecar, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "reflex_sidecar", "--port", str(child.port), "--socket", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=PATIENCE)
+    assert done.returncode == 1
+    assert f"port {child.port}" in done.stderr
+
+
+def test_body_limit(keyed: Sidecar) -> None:
+    def ask(length: int, **more: Any) -> httpx.Response:
+        body = json.dumps({"prompt": "x", "max_tokens": 1, "user": ""})
+        content = body[:-2] + "x" * (length - len(body)) + body[-2:]
+        if more.pop("chunked", False):
+            content = iter([content[:100].encode(), content[100:].encode()])  # type: ignore[assignment]
+        headers = {"authorization": "Bearer s3cret", **JSON_TYPE}
+        return httpx.post(keyed.url + "/v1/completions", content=content, headers=headers)
+
+    assert ask(2000).status_code == 200
+    assert ask(2000, chunked=True).status_code == 200
+    refused(ask(2001), 413, "request_too_large")
+    refused(ask(2001, chunked=True), 413, "request_too_large")
+
+
+def test_a_huge_body_is_not_read(child: Sidecar) -> None:
+    """A gigabyte is declared and refused before any of it has come."""
+    with socket.create_connection(("127.0.0.1", child.port), PATIENCE) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+        connection.sendall(b"Content-Length: 1073741824\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 413")
+
+
+def test_an_endless_body_is_cut(child: Sidecar) -> None:
+    rss = resident(child.popen.pid)
+    with socket.create_connection(("127.0.0.1", child.port), PATIENCE) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+        connection.sendall(b"Transfer-Encoding: chunked\r\n\r\n")
+        sent = 0
+        chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
+        with pytest.raises(OSError):
+            while sent < 100 << 20:
+                connection.sendall(chunk)
+                sent += 65536
+    assert sent < 32 << 20  # 4 MiB and what the buffers of both sides held
+    assert resident(child.popen.pid) - rss < 50_000
+
+
+def test_a_slow_body_holds_up_nobody(child: Sidecar) -> None:
+    with socket.create_connection(("127.0.0.1", child.port), PATIENCE) as slow:
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+        slow.sendall(b"Content-Length: 1000\r\n\r\n{")
+        time.sleep(0.2)
+        assert child.metric("reflex_sidecar_running") == 0
+        assert child.post("/v1/completions", ASK).status_code == 200
+
+
+def test_line_longer_than_the_engine_takes(tiny: Path, tmp_path: Path) -> None:
+    with Sidecar(tmp_path, "--", *engine_command("stdio", tiny, limits={"line_bytes": 300})) as sidecar:
+        refused(sidecar.post("/v1/completions", {"prompt": "x" * 300}), 413, "request_too_large")
+        assert sidecar.post("/v1/completions", ASK).status_code == 200
+        assert sidecar.metric("reflex_sidecar_engine_restarts_total") == 0
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/x", 404), ("GET", "/v1/completions", 405)])
+def test_no_such_route(child: Sidecar, method: str, path: str, status: int) -> None:
+    answer = httpx.request(method, child.url + path)
+    assert answer.status_code == status
+    assert answer.json()["error"]["type"] in ("not_found_error", "invalid_request_error")
+
+
+def test_nothing_of_a_request_is_logged(child: Sidecar) -> None:
+    secret = "xyzzy-4711"
+    child.post("/v1/completions", {"prompt": secret, "max_tokens": 1})
+    child.post("/v1/completions", {"prompt": secret, secret: 1})
+    child.post("/v1/completions", {"prompt": "x", "seed": secret})
+    child.post("/v1/completions?" + secret, {"prompt": "x"})
+    child.post("/" + secret, {})
+    httpx.post(child.url + "/v1/completions", content=b"{" + secret.encode(), headers=JSON_TYPE)
+    answer = child.post("/v1/completions", {"prompt": "Once", "max_tokens": 8, "temperature": 0}).json()
+    until(lambda: "POST other 404" in child.text())
+    assert secret not in child.text()
+    assert answer["choices"][0]["text"] not in child.text()
+    assert secret not in httpx.get(child.url + "/metrics").text
+
+
+def resident(pid: int) -> int:
+    """Kilobytes of a process's own memory."""
+    [line] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon:")]
+    return int(line.split()[1])

@@ -1,0 +1,337 @@
+"""Deaths, restarts, queues and clients that vanish: what happens, and that nothing stays behind."""
+
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from running import PATIENCE, Sidecar, UdsEngine, engine_command, until
+
+LONG = {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True}
+SHORT = {"prompt": "Once", "max_tokens": 2}
+HERE = Path(__file__).parent
+
+
+def fake(scenario: str) -> list[str]:
+    return [sys.executable, str(HERE / "fake_engine.py"), scenario]
+
+
+def events(response: httpx.Response) -> Iterator[str]:
+    """The data of server-sent events, pings as "ping"."""
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            yield line[6:]
+        elif line:
+            yield line.removeprefix(": ")
+
+
+def stream(sidecar: Sidecar, body: dict[str, Any]) -> Any:
+    return httpx.stream("POST", sidecar.url + "/v1/completions", json={**body, "stream": True}, timeout=PATIENCE)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_stream_headers_and_form(sidecar: Sidecar) -> None:
+    with stream(sidecar, SHORT) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["cache-control"] == "no-cache, no-transform"
+        assert response.headers["x-accel-buffering"] == "no"
+        said = list(events(response))
+    assert said[-1] == "[DONE]"
+    last = json.loads(said[-2])
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert last["reflex"]["finish_reason"] == "length"
+
+
+def test_pings(tiny: Path, tmp_path: Path) -> None:
+    """A prompt that takes a second or so; the headers and the pings are there while it is read."""
+    with (
+        Sidecar(tmp_path, "--ping", "0.02", "--", *engine_command("stdio", tiny)) as sidecar,
+        stream(sidecar, {"prompt": [5] * 4000, "max_tokens": 2}) as response,
+    ):
+        said = list(events(response))
+    assert said[0] == "ping"
+    assert said[-1] == "[DONE]"
+
+
+def test_kill_9_of_a_child_in_a_stream(tiny: Path, tmp_path: Path) -> None:
+    with Sidecar(tmp_path, "--", *engine_command("stdio", tiny)) as sidecar:
+        pid = sidecar.engine_pid()
+        with stream(sidecar, LONG) as response:
+            said = []
+            for data in events(response):
+                said.append(data)
+                if len(said) == 5:
+                    os.kill(pid, signal.SIGKILL)
+                    began = time.monotonic()
+        assert time.monotonic() - began < 2
+        error = json.loads(said[-1])["error"]
+        assert error["code"] == "engine_gone" and error["type"] == "server_error"
+        assert httpx.get(sidecar.url + "/livez").status_code == 200
+        sidecar.wait_ready()
+        assert sidecar.engine_pid() != pid
+        assert sidecar.post("/v1/completions", SHORT).status_code == 200
+        assert sidecar.metric("reflex_sidecar_engine_restarts_total") == 1
+        # The same without a stream, and as OpenAI's client sees it.
+        threading.Timer(0.3, lambda: os.kill(sidecar.engine_pid(), signal.SIGKILL)).start()
+        with openai.OpenAI(base_url=sidecar.url + "/v1", api_key="none", max_retries=0) as client:
+            with pytest.raises(openai.InternalServerError) as caught:
+                client.completions.create(
+                    model="llama-f16", prompt="Once", max_tokens=4000, extra_body={"ignore_eos": True}
+                )
+            assert caught.value.status_code == 502
+            sidecar.wait_ready()
+            chunks = client.completions.create(
+                model="llama-f16", prompt="Once", max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
+            )
+            next(chunks)
+            os.kill(sidecar.engine_pid(), signal.SIGKILL)
+            with pytest.raises(openai.APIError, match="the engine ended"):
+                list(chunks)
+
+
+def test_kill_9_of_an_engine_behind_a_socket(tiny: Path, tmp_path: Path) -> None:
+    with UdsEngine(tiny, tmp_path) as engine, Sidecar(tmp_path, "--socket", engine.path, "--wait", "1") as sidecar:
+        with stream(sidecar, LONG) as response:
+            lines = events(response)
+            next(lines)
+            engine.popen.kill()
+            assert json.loads(list(lines)[-1])["error"]["code"] == "engine_gone"
+        assert httpx.get(sidecar.url + "/livez").status_code == 200
+        ready = httpx.get(sidecar.url + "/readyz")
+        assert (ready.status_code, ready.json()["state"]) == (503, "down")
+        answer = sidecar.post("/v1/completions", SHORT)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_not_ready")
+        assert int(answer.headers["retry-after"]) >= 1
+        engine.popen.wait()
+        with UdsEngine(tiny, tmp_path):
+            sidecar.wait_ready()
+            assert sidecar.post("/v1/completions", SHORT).status_code == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("busy", [False, True])
+def test_the_engine_dies_with_the_sidecar(tiny: Path, tmp_path: Path, number: signal.Signals, busy: bool) -> None:
+    command = engine_command("stdio", tiny)
+    with Sidecar(tmp_path, "--", *command, patience="serve.GRACE_S = 0.5") as sidecar:
+        pid = sidecar.engine_pid()
+        if busy:
+            client = socket.create_connection(("127.0.0.1", sidecar.port))
+            body = json.dumps({**LONG, "stream": True}).encode()
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            assert client.recv(100).startswith(b"HTTP/1.1 200")
+        sidecar.popen.send_signal(number)
+        code = sidecar.popen.wait(PATIENCE)
+        until(lambda: not alive(pid), 3)
+        assert code in ((0, -number) if number != signal.SIGKILL else (-9,))
+        if busy:
+            client.close()
+
+
+def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
+    with Sidecar(tmp_path, "--wait", "0.3", "--", "/nonexistent/reflex", ready=False) as sidecar:
+        until(lambda: httpx.get(sidecar.url + "/readyz").json()["restarts"] == 3)  # after 0, 0.5 and 1.5 s
+        ready = httpx.get(sidecar.url + "/readyz")
+        assert ready.status_code == 503
+        assert ready.json()["error"] == "/nonexistent/reflex: No such file or directory"
+        assert httpx.get(sidecar.url + "/livez").status_code == 200
+        began = time.monotonic()
+        answer = sidecar.post("/v1/completions", SHORT)
+        assert time.monotonic() - began < 0.3  # the next start is later than anyone may wait
+        assert answer.status_code == 503
+        assert 1 <= int(answer.headers["retry-after"]) <= 2
+
+
+@pytest.mark.parametrize(
+    ("scenario", "complaint"),
+    [
+        ("mute", "it is loading its model"),
+        ("refuses", "x.gguf: no such file"),
+        ("newer", "the engine speaks protocol 2, not 1"),
+        ("noise", "the engine wrote a line that is not JSON"),
+    ],
+)
+def test_engines_that_do_not_get_ready(tmp_path: Path, scenario: str, complaint: str) -> None:
+    with Sidecar(tmp_path, "--wait", "0.8", "--", *fake(scenario), ready=False, patience="links.END_S = 0.2") as sidecar:
+        answer = sidecar.post("/v1/completions", SHORT)
+        assert answer.status_code == 503
+        assert complaint in answer.json()["error"]["message"]
+        assert httpx.get(sidecar.url + "/readyz").status_code == 503
+
+
+@pytest.mark.parametrize("scenario", ["half line", "garbage"])
+def test_engines_that_break_the_protocol(tmp_path: Path, scenario: str) -> None:
+    with Sidecar(tmp_path, "--", *fake(scenario)) as sidecar:
+        answer = sidecar.post("/v1/completions", SHORT)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_gone")
+        with stream(sidecar, SHORT) as response:
+            said = list(events(response))
+        assert json.loads(said[0])["choices"][0]["text"] == "a"
+        assert json.loads(said[-1])["error"]["code"] == "engine_gone"
+
+
+def test_what_a_later_protocol_adds_is_ignored(tmp_path: Path) -> None:
+    with Sidecar(tmp_path, "--", *fake("normal")) as sidecar:
+        answer = sidecar.post("/v1/completions", SHORT).json()
+        assert answer["choices"][0]["text"] == "a"
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert answer["reflex"]["finish_reason"] == "boredom"
+
+
+def test_an_engine_that_does_not_hear_a_cancel_is_killed(tmp_path: Path) -> None:
+    with Sidecar(tmp_path, "--", *fake("deaf"), patience="links.STOP_S = 0.3") as sidecar:
+        pid = sidecar.engine_pid()
+        with stream(sidecar, SHORT) as response:
+            lines = events(response)
+            next(lines)
+        until(lambda: not alive(pid))
+        sidecar.wait_ready()
+        assert sidecar.metric("reflex_sidecar_running") == 0
+
+
+def test_score(tmp_path: Path, child: Sidecar) -> None:
+    ask = {"prompt": "2 + 2 =", "candidates": [" 4", " 5"], "normalize": "sum"}
+    with Sidecar(tmp_path, "--", *fake("score")) as sidecar:
+        answer = sidecar.post("/v1/score", {"model": "fake", **ask}).json()
+        assert answer == {
+            "object": "score",
+            "model": "fake",
+            "candidates": [{"text": " 4", "probability": 0.9}],
+            "entropy_bits": 0.3,
+        }
+        assert sidecar.post("/v1/score", {**ask, "id": 1}).json()["error"]["param"] == "id"
+    if "score" not in httpx.get(child.url + "/readyz").json()["ops"]:
+        answer = child.post("/v1/score", ask)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (501, "not_implemented")
+
+
+def test_tokenize(sidecar: Sidecar) -> None:
+    answer = sidecar.post("/tokenize", {"text": "Hello"}).json()
+    assert answer["count"] == len(answer["tokens"]) > 0
+    control = sidecar.post("/tokenize", {"text": "<|im_end|>"}).json()
+    plain = sidecar.post("/tokenize", {"text": "<|im_end|>", "special": False}).json()
+    assert control["count"] == 1 < plain["count"]
+    assert sidecar.post("/tokenize", {"txt": "x"}).json()["error"]["param"] == "txt"
+    assert sidecar.post("/tokenize", {"text": 3}).json()["error"]["param"] == "text"
+    assert sidecar.post("/tokenize", {}).json()["error"]["param"] == "text"
+
+
+def test_busy(tiny: Path, tmp_path: Path) -> None:
+    with Sidecar(tmp_path, "--queue", "1", "--wait", "0.5", "--", *engine_command("stdio", tiny)) as sidecar:
+        with stream(sidecar, LONG) as response:
+            lines = events(response)
+            next(lines)
+            answers: list[tuple[float, httpx.Response]] = []
+
+            def ask() -> None:
+                began = time.monotonic()
+                answer = sidecar.post("/v1/completions", SHORT)
+                answers.append((time.monotonic() - began, answer))
+
+            threads = [threading.Thread(target=ask) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert [answer.status_code for _, answer in answers] == [503, 503, 503]
+        assert all(int(answer.headers["retry-after"]) >= 1 for _, answer in answers)
+        assert {answer.json()["error"]["code"] for _, answer in answers} == {"busy"}
+        times = sorted(seconds for seconds, _ in answers)
+        assert times[1] < 0.4 < 0.5 <= times[2]  # two are turned away at once, one has waited
+        assert sidecar.post("/v1/completions", SHORT).status_code == 200
+
+
+def test_other_clients_of_the_engine_are_waited_for(tiny: Path, tmp_path: Path) -> None:
+    """The engine's socket is not ours alone: somebody else's request is in the way until the wait is over."""
+    with UdsEngine(tiny, tmp_path) as engine, Sidecar(tmp_path, "--socket", engine.path, "--wait", "1.2") as sidecar:
+        with socket.socket(socket.AF_UNIX) as other:
+            other.connect(str(engine.path))
+            other.sendall(json.dumps({"id": 1, "op": "generate", **LONG}).encode() + b"\n")
+            until(lambda: b"started" in other.recv(1 << 16))
+            answer = sidecar.post("/v1/completions", SHORT)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "busy")
+        assert sidecar.post("/v1/completions", SHORT).status_code == 200
+
+
+def test_clients_that_vanish(sidecar: Sidecar) -> None:
+    """At random points of request and answer; then the engine is free, and nothing is left open."""
+    rng = random.Random(8)
+    sidecar.post("/v1/completions", SHORT)
+    before = len(os.listdir(f"/proc/{sidecar.popen.pid}/fd"))
+
+    def vanish(count: int) -> None:
+        for _ in range(count):
+            body = json.dumps({**LONG, "stream": rng.random() < 0.7}).encode()
+            request = (
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            with socket.create_connection(("127.0.0.1", sidecar.port), PATIENCE) as client:
+                if rng.random() < 0.3:
+                    client.sendall(request[: rng.randrange(len(request))])
+                else:
+                    client.sendall(request)
+                    client.settimeout(rng.random() * 0.02)
+                    try:
+                        while client.recv(1000):
+                            if rng.random() < 0.2:
+                                break
+                    except TimeoutError:
+                        pass
+                if rng.random() < 0.5:  # a reset in place of an end
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+
+    threads = [threading.Thread(target=vanish, args=(50,)) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    until(lambda: sidecar.metric("reflex_sidecar_running") == 0, 5)
+    assert sidecar.metric("reflex_sidecar_waiting") == 0
+    assert sidecar.post("/v1/completions", SHORT).status_code == 200
+    until(lambda: len(os.listdir(f"/proc/{sidecar.popen.pid}/fd")) <= before, 5)
+    assert sidecar.metric("reflex_sidecar_engine_restarts_total") == 0
+    assert "defect" not in sidecar.text()
+
+
+def test_clients_that_take_too_long(tiny: Path, tmp_path: Path) -> None:
+    patience = "serve.READER_S = serve.HEADERS_S = guard.BODY_S = 0.5"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with Sidecar(tmp_path, "--", *engine_command("stdio", tiny), patience=patience) as sidecar:
+        address = ("127.0.0.1", sidecar.port)
+        with socket.create_connection(address, PATIENCE) as client:  # headers that do not end
+            client.sendall(head)
+            assert client.recv(100) == b""
+        with socket.create_connection(address, PATIENCE) as client:  # a body that does not come
+            client.sendall(head + b"Content-Length: 100\r\n\r\n{")
+            assert client.recv(100).startswith(b"HTTP/1.1 408")
+        with socket.create_connection(address, PATIENCE) as client:  # an answer that is not read
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            hello = [{"role": "user", "content": "Hello"}]
+            more = {"logprobs": True, "top_logprobs": 20, "ignore_eos": True, "stream": True}
+            body = json.dumps({"messages": hello, **more}).encode()
+            client.sendall(head.replace(b"completions", b"chat/completions") + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+            until(lambda: sidecar.metric("reflex_sidecar_running") == 1)
+            until(lambda: sidecar.metric("reflex_sidecar_client_gone_total") == 1)
+            until(lambda: sidecar.metric("reflex_sidecar_running") == 0)
+        assert sidecar.post("/v1/completions", SHORT).status_code == 200
+        assert sidecar.metric("reflex_sidecar_engine_restarts_total") == 0

@@ -37,6 +37,8 @@ def main(scenario: str) -> None:
                 say(id=id, event="result", target=request["target"], found="unknown")
             continue
         say(id=id, event="started", prompt_tokens=1)
+        if scenario == "markup":
+            say(id=id, event="token", index=0, token=1, text=request["prompt"], logprob=-1.0)
         say(id="another", event="token", index=0, token=1, text="not yours", logprob=-1.0)
         say(id=id, event="news", text="of a later version")
         say(id=id, event="token", index=0, token=1, text="a", logprob=-1.0)

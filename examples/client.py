@@ -12,13 +12,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import IO, Any
 
 
 class Reflex:
     """One conversation: requests go to `writes`, events come from `reads`."""
 
-    def __init__(self, reads: TextIO, writes: TextIO):
+    def __init__(self, reads: IO[str], writes: IO[str]):
         self.reads = reads
         self.writes = writes
         self.last_id = 0

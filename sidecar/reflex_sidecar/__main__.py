@@ -3,9 +3,10 @@
 import argparse
 import ipaddress
 import logging
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 KEY_VARIABLE = "REFLEX_API_KEY"
 USAGE = 2
@@ -74,11 +75,24 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="what clients call the model (repeatable; its file's name)",
     )
-    parser.add_argument("--queue", type=int, default=16, metavar="N", help="requests that may wait (16)")
-    parser.add_argument("--wait", type=float, default=30.0, metavar="S", help="seconds one may wait before 503 (30)")
-    parser.add_argument("--ping", type=float, default=15.0, metavar="S", help="seconds between pings in a stream (15)")
-    parser.add_argument("--body-bytes", type=int, default=4 << 20, metavar="N", help="longest request body (4 MiB)")
+    for flag, kind, bottom, default, name, text in (
+        ("--queue", int, 0, 16, "N", "requests that may wait (16)"),
+        ("--wait", float, 0, 30.0, "S", "seconds one may wait before 503 (30)"),
+        ("--ping", float, 0.01, 15.0, "S", "seconds between pings in a stream (15)"),
+        ("--body-bytes", int, 1, 4 << 20, "N", "longest request body (4 MiB)"),
+    ):
+        parser.add_argument(flag, type=_at_least(kind, bottom), default=default, metavar=name, help=text)
     return parser
+
+
+def _at_least(kind: type[int] | type[float], bottom: float) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        value = kind(text)
+        if not bottom <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"has to be a number from {bottom:g}")
+        return value
+
+    return number
 
 
 def _key(parser: argparse.ArgumentParser, path: str | None) -> str | None:

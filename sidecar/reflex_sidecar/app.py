@@ -101,6 +101,8 @@ class _Routes:
         return self._generation(openai_requests.completion(await read_object(request)))
 
     def _generation(self, job: Job) -> Generation:
+        if self._settings.model_names or self._engine.model:
+            self._name_model(job)  # refused now rather than when its turn has come
         return Generation(self._engine, job, self._name_model, self._metrics, self._settings.ping_s)
 
     def _name_model(self, job: Job) -> str:

@@ -12,6 +12,8 @@ from reflex_sidecar.links import Link
 from reflex_sidecar.wire import Conversation, Event
 
 LAST = ("done", "result", "error")
+CLOSE_S = 3.0
+"""How long cancelled requests may take to end when the process is told to."""
 
 
 class Reply:
@@ -63,7 +65,8 @@ class Engine:
         await self._link.start()
 
     async def close(self) -> None:
-        await asyncio.gather(*self._endings, return_exceptions=True)
+        if self._endings:
+            await asyncio.wait(self._endings, timeout=CLOSE_S)
         await self._link.close()
 
     async def status(self) -> dict[str, Any]:

@@ -20,8 +20,10 @@ from reflex_sidecar.metrics import Metrics
 
 logger = logging.getLogger("reflex_sidecar")
 
-OPEN_PATHS = frozenset(("/", "/livez", "/readyz"))
-"""They hold nothing that a key protects: the page is a static file, the others say one word each without it."""
+ALIVE_PATH = "/livez"
+"""It says "ok" to anyone under any name: it may fail only when the process is dead."""
+OPEN_PATHS = frozenset(("/", "/readyz"))
+"""They hold nothing that a key protects: a static file, and one word for who has none."""
 BODY_S = 30.0
 """How long a body may take to arrive."""
 
@@ -46,7 +48,7 @@ class Guard:
         self._body_bytes = body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["path"] == ALIVE_PATH:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)

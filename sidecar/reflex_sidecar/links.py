@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from subprocess import SubprocessError
 from typing import Any, Protocol
 
 from reflex_sidecar.errors import ApiError
@@ -207,6 +208,8 @@ class ChildLink:
             )
         except OSError as error:
             raise ApiError(503, "engine_gone", f"{self._command[0]}: {error.strerror}") from None
+        except SubprocessError:  # from `die_with_parent`
+            raise ApiError(503, "engine_gone", f"{self._command[0]}: it could not be started") from None
         assert self._process.stdout is not None and self._process.stdin is not None
         self._conversation = Conversation(self._process.stdout, self._process.stdin)
 

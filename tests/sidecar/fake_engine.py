@@ -29,7 +29,13 @@ def main(scenario: str) -> None:
         request = json.loads(line)
         id = request["id"]
         if request["op"] == "score":
-            assert request == {"id": id, "op": "score", "prompt": "2 + 2 =", "candidates": [" 4", " 5"], "normalize": "sum"}
+            assert request == {
+                "id": id,
+                "op": "score",
+                "prompt": "2 + 2 =",
+                "candidates": [" 4", " 5"],
+                "normalize": "sum",
+            }
             say(id=id, event="result", candidates=[{"text": " 4", "probability": 0.9}], entropy_bits=0.3)
             continue
         if request["op"] == "cancel":

@@ -38,24 +38,34 @@ def refused(response: httpx.Response, status: int, code: str) -> None:
     assert set(error) == {"message", "type", "param", "code"}
 
 
-@pytest.mark.parametrize("path", ["/", "/livez", "/readyz", "/metrics", "/v1/models", "/nothing"])
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "127.0.0.1:x", "[::1", ""])
+@pytest.mark.parametrize("path", ["/", "/readyz", "/metrics", "/v1/models", "/nothing"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "127.0.0.1:x", "[::1", ""]
+)
 def test_rebound_names_are_refused(child: Sidecar, path: str, host: str) -> None:
     refused(httpx.get(child.url + path, headers={"host": host}), 403, "host_not_allowed")
 
 
 def test_own_names_are_served(child: Sidecar) -> None:
     for host in ("localhost", f"localhost:{child.port}", "LocalHost:1", "127.0.0.1", "[::1]:8080"):
-        assert httpx.get(child.url + "/livez", headers={"host": host}).status_code == 200
+        assert httpx.get(child.url + "/readyz", headers={"host": host}).status_code == 200
+
+
+def test_livez_is_for_anyone(keyed: Sidecar) -> None:
+    """A probe asks by address; all it can learn is that somebody is there."""
+    answer = httpx.get(keyed.url + "/livez", headers={"host": "10.1.2.3:8080", "origin": "null"})
+    assert (answer.status_code, answer.text) == (200, "ok\n")
 
 
 def test_two_hosts(child: Sidecar) -> None:
     with socket.create_connection(("127.0.0.1", child.port), PATIENCE) as connection:
-        connection.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")
+        connection.sendall(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 400")
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost.evil.example", "http://localhost:1"])
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "null", "http://localhost.evil.example", "http://localhost:1"]
+)
 def test_other_sites_are_refused(child: Sidecar, origin: str) -> None:
     before = child.metric('reflex_sidecar_finished_total{reason="length"}')
     refused(child.post("/v1/completions", ASK, headers={"origin": origin}), 403, "origin_not_allowed")
@@ -90,9 +100,7 @@ def test_content_type_with_charset(child: Sidecar) -> None:
 
 def test_allowed_origin(keyed: Sidecar) -> None:
     origin = {"origin": "https://app.example"}
-    preflight = httpx.options(
-        keyed.url + "/v1/completions", headers=origin | {"access-control-request-method": "POST"}
-    )
+    preflight = httpx.options(keyed.url + "/v1/completions", headers=origin | {"access-control-request-method": "POST"})
     assert preflight.status_code == 204
     assert preflight.headers["access-control-allow-origin"] == "https://app.example"
     assert "authorization" in preflight.headers["access-control-allow-headers"]
@@ -103,13 +111,21 @@ def test_allowed_origin(keyed: Sidecar) -> None:
 
 
 def test_allowed_host(keyed: Sidecar) -> None:
-    assert httpx.get(keyed.url + "/livez", headers={"host": "model.example"}).status_code == 200
+    assert httpx.get(keyed.url + "/readyz", headers={"host": "model.example"}).status_code == 200
+    refused(httpx.get(keyed.url + "/readyz", headers={"host": "0.0.0.1"}), 403, "host_not_allowed")
 
 
-@pytest.mark.parametrize("given", [None, "Bearer", "Bearer wrong", "Basic s3cret", "s3cret", "Bearer s3cret2", b"Bearer \xff"])
+@pytest.mark.parametrize(
+    "given", [None, "Bearer", "Bearer wrong", "Basic s3cret", "s3cret", "Bearer s3cret2", b"Bearer \xff"]
+)
 def test_key(keyed: Sidecar, given: Any) -> None:
     headers = {} if given is None else {"authorization": given}
-    for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("POST", "/v1/completions"), ("POST", "/tokenize")):
+    for method, path in (
+        ("GET", "/v1/models"),
+        ("GET", "/metrics"),
+        ("POST", "/v1/completions"),
+        ("POST", "/tokenize"),
+    ):
         answer = httpx.request(method, keyed.url + path, headers={**headers, **JSON_TYPE})
         refused(answer, 401, "invalid_api_key")
         assert answer.headers["www-authenticate"] == "Bearer"
@@ -143,6 +159,9 @@ def test_the_engine_does_not_see_the_key(tiny: Path, tmp_path: Path) -> None:
         ([], "--socket PATH or as a command"),
         (["--socket", "x", "--", "reflex"], "--socket PATH or as a command"),
         (["--"], "--socket PATH or as a command"),
+        (["--wait", "nan", "--socket", "x"], "has to be a number from 0"),
+        (["--queue", "-1", "--socket", "x"], "has to be a number from 0"),
+        (["--ping", "0", "--socket", "x"], "has to be a number from 0.01"),
     ],
 )
 def test_usage(arguments: list[str], complaint: str, tmp_path: Path) -> None:

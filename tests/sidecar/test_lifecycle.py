@@ -171,7 +171,9 @@ def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
     ],
 )
 def test_engines_that_do_not_get_ready(tmp_path: Path, scenario: str, complaint: str) -> None:
-    with Sidecar(tmp_path, "--wait", "0.8", "--", *fake(scenario), ready=False, patience="links.END_S = 0.2") as sidecar:
+    with Sidecar(
+        tmp_path, "--wait", "0.8", "--", *fake(scenario), ready=False, patience="links.END_S = 0.2"
+    ) as sidecar:
         answer = sidecar.post("/v1/completions", SHORT)
         assert answer.status_code == 503
         assert complaint in answer.json()["error"]["message"]
@@ -329,7 +331,9 @@ def test_clients_that_take_too_long(tiny: Path, tmp_path: Path) -> None:
             hello = [{"role": "user", "content": "Hello"}]
             more = {"logprobs": True, "top_logprobs": 20, "ignore_eos": True, "stream": True}
             body = json.dumps({"messages": hello, **more}).encode()
-            client.sendall(head.replace(b"completions", b"chat/completions") + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+            client.sendall(
+                head.replace(b"completions", b"chat/completions") + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+            )
             until(lambda: sidecar.metric("reflex_sidecar_running") == 1)
             until(lambda: sidecar.metric("reflex_sidecar_client_gone_total") == 1)
             until(lambda: sidecar.metric("reflex_sidecar_running") == 0)

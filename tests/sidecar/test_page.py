@@ -137,7 +137,9 @@ def test_the_policy(browser: Any, child: Sidecar) -> None:
                    script.append("document.title = 'owned'");
                    document.head.append(script); }"""
     )
-    refused = page.evaluate("() => { try { document.body.innerHTML = '<b>x</b>'; return false; } catch { return true; } }")
+    refused = page.evaluate(
+        "() => { try { document.body.innerHTML = '<b>x</b>'; return false; } catch { return true; } }"
+    )
     assert refused and page.title() == "Reflex"
     elsewhere = page.evaluate("() => fetch('http://127.0.0.1:9/').then(() => 'let', () => 'blocked')")
     assert elsewhere == "blocked"

@@ -1,6 +1,8 @@
 """OpenAI's fields -> the engine's request, and bodies that are not to be taken. No engine here."""
 
+import ast
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from reflex_sidecar import openai_requests
 from reflex_sidecar.body import parse_object
 from reflex_sidecar.errors import ApiError, from_engine
 
+SIDECAR = Path(__file__).parents[2] / "sidecar"
 USER = {"role": "user", "content": "x"}
 
 
@@ -146,9 +149,11 @@ def test_engine_errors_get_the_names_that_were_used() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"[]", b"3", b"{", b'{"a": 1, "a": 2}', b'{"a": NaN}', b'{"a": Infinity}', b'{"a": 1e999}', b'{"a": 1e300}']
-    + [b'{"a": "\\ud800"}', b'{"\\udfff": 1}', b'{"a": "\xff"}', b"\xef\xbb\xbf{}", b'{"a": %s}' % (b"9" * 5000)]
-    + [b'{"a":' * 100_000, b"[" * 1_000_000],
+    [
+        *(b"", b"[]", b"3", b"{", b'{"a": 1, "a": 2}', b'{"a": NaN}', b'{"a": Infinity}', b'{"a": 1e999}'),
+        *(b'{"a": 1e300}', b'{"a": "\\ud800"}', b'{"\\udfff": 1}', b'{"a": "\xff"}', b"\xef\xbb\xbf{}"),
+        *(b'{"a": %s}' % (b"9" * 5000), b'{"a":' * 100_000, b"[" * 1_000_000),
+    ],
 )
 def test_bodies_that_are_not_taken(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
@@ -180,8 +185,21 @@ def test_any_object_is_taken_or_refused(body: dict[str, Any]) -> None:
             assert job.ask["op"] == "generate"
 
 
+def test_the_sidecar_is_built_from_the_protocol_alone() -> None:
+    own = {"reflex_sidecar", "starlette", "uvicorn", "h11"}  # the dependencies in its pyproject.toml
+    files = list((SIDECAR / "reflex_sidecar").glob("*.py"))
+    assert len(files) > 10
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                top = name.partition(".")[0]
+                assert top in own or top in sys.stdlib_module_names, f"{file.name} imports {name}"
+
+
 def test_the_readme_lists_the_fields() -> None:
-    readme = (Path(__file__).parents[2] / "sidecar" / "README.md").read_text()
+    readme = (SIDECAR / "README.md").read_text()
     for title, names in (("Ignored", openai_requests.HARMLESS), ("Refused", openai_requests.IMPOSSIBLE)):
         [line] = [line for line in readme.splitlines() if line.startswith(f"| {title} |")]
         assert set(re.findall(r"`(\w+)`", line.partition(", unless")[0])) == set(names)

@@ -44,7 +44,9 @@ def shell(script: str, *tools: str, **variables: object) -> str:
 @pytest.fixture(scope="module")
 def text(uds_engine: UdsEngine) -> str:
     """What the engine answers to ASK."""
-    lines = shell('printf "%s\\n" "$ASK" | socat -t 30 - UNIX-CONNECT:"$AT"', "socat", ASK=json.dumps(ASK), AT=uds_engine.path)
+    lines = shell(
+        'printf "%s\\n" "$ASK" | socat -t 30 - UNIX-CONNECT:"$AT"', "socat", ASK=json.dumps(ASK), AT=uds_engine.path
+    )
     return str(json.loads(lines.splitlines()[-1])["text"])
 
 
@@ -123,7 +125,9 @@ def test_python_client_cancels(tiny: Path) -> None:
     client = EXAMPLES / "client.py"
     source = client.read_text().replace("max_tokens=64", "max_tokens=4000, ignore_eos=True")
     command = [sys.executable, "-c", source, "Once", "--", *engine_command("stdio", tiny)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), cwd="/") as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), cwd="/"
+    ) as process:
         assert process.stdout and process.stderr
         process.stdout.read(1)
         threading.Thread(target=process.stdout.read).start()

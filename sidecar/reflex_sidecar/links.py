@@ -39,7 +39,7 @@ class Link(Protocol):
         """A conversation that is ready. Raises ApiError 503 if there is none by then (seconds, monotonic clock)."""
 
     async def release(self, conversation: Conversation, request_id: str, finished: bool) -> None:
-        """Take the conversation back; ends its request if that has not had its last event."""
+        """Take the conversation back; ends its request, if there was one ("": none), unless that is `finished`."""
 
     async def status(self) -> dict[str, Any]:
         """`state` (ready, loading or down) and `error`; if known: model, limits, ops, timings, loading."""
@@ -249,7 +249,8 @@ class ChildLink:
 
     async def release(self, conversation: Conversation, request_id: str, finished: bool) -> None:
         if finished:
-            self._failures = 0
+            if request_id:
+                self._failures = 0
             return
         if conversation is not self._conversation:
             return  # that one is dead

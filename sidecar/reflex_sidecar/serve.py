@@ -74,6 +74,9 @@ def serve(options: argparse.Namespace, command: Sequence[str], key: str | None, 
     try:
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         listener = socket.create_server((options.host, options.port), family=family, backlog=CONNECTIONS)
+        # Connections inherit it. asyncio sets it only on sockets that were made with an explicit protocol number, and
+        # without it every answer waits 40 ms for the client's delayed acknowledgement of its headers.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except (OSError, OverflowError) as error:
         print(f"reflex-sidecar: {options.host} port {options.port}: {error}", file=sys.stderr)
         return 1

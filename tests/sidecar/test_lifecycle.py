@@ -339,3 +339,17 @@ def test_clients_that_take_too_long(tiny: Path, tmp_path: Path) -> None:
             until(lambda: sidecar.metric("reflex_sidecar_running") == 0)
         assert sidecar.post("/v1/completions", SHORT).status_code == 200
         assert sidecar.metric("reflex_sidecar_engine_restarts_total") == 0
+
+
+def test_the_first_chunk_is_not_held_back(child: Sidecar) -> None:
+    """Headers and first chunk are two packets: with Nagle's algorithm the second would wait 40 ms for the client."""
+    seconds = []
+    with httpx.Client() as client:
+        for _ in range(15):
+            began = time.monotonic()
+            with client.stream("POST", child.url + "/v1/completions", json={**SHORT, "stream": True}) as response:
+                said = events(response)
+                next(said)
+                seconds.append(time.monotonic() - began)
+                assert list(said)[-1] == "[DONE]"
+    assert sorted(seconds)[7] < 0.03

@@ -147,6 +147,14 @@ def test_the_engine_dies_with_the_sidecar(tiny: Path, tmp_path: Path, number: si
             client.close()
 
 
+def test_a_child_that_hears_nothing_dies_too(tmp_path: Path) -> None:
+    """It reads no input and writes no output, so neither closing tells it anything."""
+    with Sidecar(tmp_path, "--", *fake("mute"), ready=False) as sidecar:
+        pid = sidecar.engine_pid()
+        sidecar.popen.kill()
+        until(lambda: not alive(pid), 3)
+
+
 def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
     with Sidecar(tmp_path, "--wait", "0.3", "--", "/nonexistent/reflex", ready=False) as sidecar:
         until(lambda: httpx.get(sidecar.url + "/readyz").json()["restarts"] == 3)  # after 0, 0.5 and 1.5 s
@@ -238,7 +246,7 @@ def test_tokenize(sidecar: Sidecar) -> None:
 
 
 def test_busy(tiny: Path, tmp_path: Path) -> None:
-    with Sidecar(tmp_path, "--queue", "1", "--wait", "0.5", "--", *engine_command("stdio", tiny)) as sidecar:
+    with Sidecar(tmp_path, "--queue", "1", "--wait", "2", "--", *engine_command("stdio", tiny)) as sidecar:
         with stream(sidecar, LONG) as response:
             lines = events(response)
             next(lines)
@@ -258,7 +266,7 @@ def test_busy(tiny: Path, tmp_path: Path) -> None:
         assert all(int(answer.headers["retry-after"]) >= 1 for _, answer in answers)
         assert {answer.json()["error"]["code"] for _, answer in answers} == {"busy"}
         times = sorted(seconds for seconds, _ in answers)
-        assert times[1] < 0.4 < 0.5 <= times[2]  # two are turned away at once, one has waited
+        assert times[1] < 1.5 < 2 <= times[2]  # two are turned away at once, one has waited
         assert sidecar.post("/v1/completions", SHORT).status_code == 200
 
 
@@ -326,8 +334,9 @@ def test_clients_that_take_too_long(tiny: Path, tmp_path: Path) -> None:
         with socket.create_connection(address, PATIENCE) as client:  # a body that does not come
             client.sendall(head + b"Content-Length: 100\r\n\r\n{")
             assert client.recv(100).startswith(b"HTTP/1.1 408")
-        with socket.create_connection(address, PATIENCE) as client:  # an answer that is not read
+        with socket.socket() as client:  # an answer that is not read
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(address)
             hello = [{"role": "user", "content": "Hello"}]
             more = {"logprobs": True, "top_logprobs": 20, "ignore_eos": True, "stream": True}
             body = json.dumps({"messages": hello, **more}).encode()

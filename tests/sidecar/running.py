@@ -1,6 +1,5 @@
 """Sidecars and engines as processes, for the tests: started, asked whether they are ready, ended."""
 
-import json
 import os
 import re
 import signal
@@ -17,9 +16,10 @@ ROOT = Path(__file__).parents[2]
 PATIENCE = 30.0  # seconds; far more than anything takes, even on a busy machine
 
 
-def engine_command(kind: str, model: object, **options: Any) -> list[str]:
-    """What `reflex stdio MODEL` or `reflex uds MODEL` runs, on one thread of the CPU. `options`: see tests/serve.py."""
-    return [sys.executable, str(ROOT / "tests" / "serve.py"), kind, str(model), json.dumps(options)]
+def engine_command(kind: str, model: object, *arguments: object) -> list[str]:
+    """`reflex stdio MODEL …` or `reflex uds MODEL SOCKET …`, on one thread of the CPU."""
+    options = ["--backend", "cpu", "--threads", "1"]
+    return [sys.executable, "-m", "reflex_ipc", kind, str(model), *map(str, arguments), *options]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -74,7 +74,7 @@ class Process:
 class UdsEngine(Process):
     def __init__(self, model: object, folder: Path):
         self.path = folder / "engine.sock"
-        super().__init__(engine_command("uds", model, path=str(self.path)), folder / "engine.log")
+        super().__init__(engine_command("uds", model, self.path), folder / "engine.log")
         until(lambda: self.path.exists() or self.popen.poll() is not None)
         assert self.popen.poll() is None, self.text()
 

@@ -226,7 +226,7 @@ def test_a_slow_body_holds_up_nobody(child: Sidecar) -> None:
 
 
 def test_line_longer_than_the_engine_takes(tiny: Path, tmp_path: Path) -> None:
-    with Sidecar(tmp_path, "--", *engine_command("stdio", tiny, limits={"line_bytes": 300})) as sidecar:
+    with Sidecar(tmp_path, "--", *engine_command("stdio", tiny, "--limit-line", 300)) as sidecar:
         refused(sidecar.post("/v1/completions", {"prompt": "x" * 300}), 413, "request_too_large")
         assert sidecar.post("/v1/completions", ASK).status_code == 200
         assert sidecar.metric("reflex_sidecar_engine_restarts_total") == 0

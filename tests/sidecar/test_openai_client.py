@@ -11,7 +11,8 @@ import pytest
 from running import PATIENCE, Sidecar, engine_command, environment, until
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
-LONG = {"max_tokens": 4000, "extra_body": {"ignore_eos": True}}
+LONG = {"max_tokens": 4000, "logprobs": True, "top_logprobs": 20, "extra_body": {"ignore_eos": True}}
+"""An answer that takes many seconds."""
 
 
 @pytest.fixture

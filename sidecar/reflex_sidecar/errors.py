@@ -8,6 +8,7 @@ _STATUS = {
     "invalid_json": 400,
     "template": 400,
     "context_overflow": 400,
+    "deadline": 504,
     "busy": 503,
     "device": 503,
     "model_file": 503,

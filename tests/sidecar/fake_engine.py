@@ -1,4 +1,4 @@
-"""An engine that does what a real one never should, or not yet: `fake_engine.py SCENARIO`, on stdin and stdout."""
+"""An engine that does what a real one never should: `fake_engine.py SCENARIO`, on stdin and stdout."""
 
 import json
 import os
@@ -21,23 +21,18 @@ def main(scenario: str) -> None:
         sys.exit(3)
     if scenario == "noise":
         print("Loading the model, please wait", flush=True)
-    ops = ["generate", "cancel", "info", "tokenize", "detokenize", *(["score"] if scenario == "score" else [])]
-    say(event="hello", protocol=2 if scenario == "newer" else 1, ops=ops, limits={"line_bytes": 4 << 20}, more=[1])
+    say(
+        event="hello",
+        protocol=2 if scenario == "newer" else 1,
+        ops=["generate", "cancel"],
+        limits={"line_bytes": 4 << 20},
+        more=[1],
+    )
     say(event="something new", what={})
     say(event="ready", model={"file": "fake.gguf", "n_ctx": 100}, timings={"total_ms": 1.0})
     for line in sys.stdin:
         request = json.loads(line)
         id = request["id"]
-        if request["op"] == "score":
-            assert request == {
-                "id": id,
-                "op": "score",
-                "prompt": "2 + 2 =",
-                "candidates": [" 4", " 5"],
-                "normalize": "sum",
-            }
-            say(id=id, event="result", candidates=[{"text": " 4", "probability": 0.9}], entropy_bits=0.3)
-            continue
         if request["op"] == "cancel":
             if scenario != "deaf":
                 say(id=id, event="result", target=request["target"], found="unknown")

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -57,3 +58,9 @@ def test_control_tokens_in_a_message_are_text(client: openai.OpenAI) -> None:
         return answer.usage.prompt_tokens
 
     assert tokens("x<|im_end|>") > tokens("x") + 3  # as a control token it would be one
+
+
+def test_score(client: openai.OpenAI) -> None:
+    ask = {"prompt": "The capital of France is", "candidates": [" Rome", " Paris", " London"]}
+    answer = client.post("/score", body=ask, cast_to=dict[str, Any])
+    assert answer["candidates"][answer["best"]]["text"] == " Paris"

@@ -218,19 +218,38 @@ def test_an_engine_that_does_not_hear_a_cancel_is_killed(tmp_path: Path) -> None
         assert sidecar.metric("reflex_sidecar_running") == 0
 
 
-def test_score(tmp_path: Path, child: Sidecar) -> None:
-    ask = {"prompt": "2 + 2 =", "candidates": [" 4", " 5"], "normalize": "sum"}
-    with Sidecar(tmp_path, "--", *fake("score")) as sidecar:
-        answer = sidecar.post("/v1/score", {"model": "fake", **ask}).json()
-        assert answer == {
-            "object": "score",
-            "model": "fake",
-            "candidates": [{"text": " 4", "probability": 0.9}],
-            "entropy_bits": 0.3,
-        }
-        assert sidecar.post("/v1/score", {**ask, "id": 1}).json()["error"]["param"] == "id"
-    if "score" not in httpx.get(child.url + "/readyz").json()["ops"]:
-        answer = child.post("/v1/score", ask)
+def test_score(sidecar: Sidecar) -> None:
+    """The numbers are the engine's: those that completions give for the tokens it chose."""
+    ask = {"prompt": "Once", "temperature": 0, "max_tokens": 1, "logprobs": 5, "model": "llama-f16"}
+    [likeliest] = sidecar.post("/v1/completions", ask).json()["choices"][0]["logprobs"]["top_logprobs"]
+    known = {text: logprob for text, logprob in likeliest.items() if text.isprintable() and "bytes" not in text}
+    answer = sidecar.post("/v1/score", {"prompt": "Once", "candidates": [*known, "zz"], "model": "llama-f16"}).json()
+    assert (answer["object"], answer["model"]) == ("score", "llama-f16")
+    assert "id" not in answer and "event" not in answer
+    assert [each["text"] for each in answer["candidates"]] == [*known, "zz"]
+    assert sum(each["probability"] for each in answer["candidates"]) == pytest.approx(1)
+    alone = [each for each in answer["candidates"] if len(each["tokens"]) == 1 and each["text"] in known]
+    assert answer["healed"] == 0 and len(alone) >= 3  # so the border is the prompt's end, as in a completion
+    for each in alone:
+        assert each["logprob"] == pytest.approx(known[each["text"]], abs=1e-4)
+
+
+def test_score_errors(sidecar: Sidecar, tmp_path: Path) -> None:
+    def refused(**fields: Any) -> tuple[int, Any]:
+        answer = sidecar.post("/v1/score", {"prompt": "Once", "candidates": ["a"], **fields})
+        return answer.status_code, answer.json()["error"]["param"]
+
+    assert refused(id=1) == (400, "id")
+    assert refused(op="info") == (400, "op")
+    assert refused(candidates="a") == (400, "candidates")
+    assert refused(normalise="sum") == (400, "normalise")
+    assert refused(model="another") == (404, "model")
+    many = {"prompt": [5] * 10, "candidates": ["a"]}
+    assert sidecar.post("/v1/score", many).json()["error"]["param"] == "prompt"
+    late = sidecar.post("/v1/score", {"prompt": "Once " * 800, "candidates": ["a", "b"], "deadline_ms": 1})
+    assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline")
+    with Sidecar(tmp_path, "--", *fake("normal")) as without:
+        answer = without.post("/v1/score", {"prompt": "Once", "candidates": ["a"]})
         assert (answer.status_code, answer.json()["error"]["code"]) == (501, "not_implemented")
 
 

@@ -157,16 +157,14 @@ def test_a_child_that_hears_nothing_dies_too(tmp_path: Path) -> None:
 
 def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
     with Sidecar(tmp_path, "--wait", "0.3", "--", "/nonexistent/reflex", ready=False) as sidecar:
-        until(lambda: httpx.get(sidecar.url + "/readyz").json()["restarts"] == 3)  # after 0, 0.5 and 1.5 s
+        until(lambda: httpx.get(sidecar.url + "/readyz").json()["restarts"] >= 3)  # after 0, 0.5 and 1.5 s
         ready = httpx.get(sidecar.url + "/readyz")
         assert ready.status_code == 503
         assert ready.json()["error"] == "/nonexistent/reflex: No such file or directory"
         assert httpx.get(sidecar.url + "/livez").status_code == 200
-        began = time.monotonic()
         answer = sidecar.post("/v1/completions", SHORT)
-        assert time.monotonic() - began < 0.3  # the next start is later than anyone may wait
-        assert answer.status_code == 503
-        assert 1 <= int(answer.headers["retry-after"]) <= 2
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_not_ready")
+        assert 1 <= int(answer.headers["retry-after"]) <= 8  # as long as it takes to the next start
 
 
 @pytest.mark.parametrize(
@@ -219,19 +217,26 @@ def test_an_engine_that_does_not_hear_a_cancel_is_killed(tmp_path: Path) -> None
 
 
 def test_score(sidecar: Sidecar) -> None:
-    """The numbers are the engine's: those that completions give for the tokens it chose."""
-    ask = {"prompt": "Once", "temperature": 0, "max_tokens": 1, "logprobs": 5, "model": "llama-f16"}
+    """The log-probabilities are those that a completion gives for the same tokens at the same place."""
+
+    def tokens(text: str) -> list[int]:
+        found: list[int] = sidecar.post("/tokenize", {"text": text}).json()["tokens"]
+        return found
+
+    ask = {"prompt": "Once", "temperature": 0, "max_tokens": 1, "logprobs": 20, "model": "llama-f16"}
     [likeliest] = sidecar.post("/v1/completions", ask).json()["choices"][0]["logprobs"]["top_logprobs"]
-    known = {text: logprob for text, logprob in likeliest.items() if text.isprintable() and "bytes" not in text}
-    answer = sidecar.post("/v1/score", {"prompt": "Once", "candidates": [*known, "zz"], "model": "llama-f16"}).json()
+    prompt = tokens("Once")
+    known = {
+        text: logprob
+        for text, logprob in likeliest.items()
+        if not text.startswith("bytes:") and tokens("Once" + text)[:-1] == prompt  # it does not merge with the prompt
+    }
+    assert len(known) >= 5
+    answer = sidecar.post("/v1/score", {"prompt": "Once", "candidates": list(known), "model": "llama-f16"}).json()
     assert (answer["object"], answer["model"]) == ("score", "llama-f16")
     assert "id" not in answer and "event" not in answer
-    assert [each["text"] for each in answer["candidates"]] == [*known, "zz"]
+    assert {each["text"]: each["logprob"] for each in answer["candidates"]} == pytest.approx(known, abs=1e-4)
     assert sum(each["probability"] for each in answer["candidates"]) == pytest.approx(1)
-    alone = [each for each in answer["candidates"] if len(each["tokens"]) == 1 and each["text"] in known]
-    assert answer["healed"] == 0 and len(alone) >= 3  # so the border is the prompt's end, as in a completion
-    for each in alone:
-        assert each["logprob"] == pytest.approx(known[each["text"]], abs=1e-4)
 
 
 def test_score_errors(sidecar: Sidecar, tmp_path: Path) -> None:

@@ -1,25 +1,68 @@
 """Reflex: a cold process, a GGUF file and a prompt become a first token, and then it stops.
 
-`Engine` and the typed errors are the public Python interface. Importing this package imports nothing else:
-names are resolved when they are first used, because the start-up path cannot afford what it does not need.
+What stands in `__all__` is the public Python interface. Importing this package imports nothing else: names are resolved
+when they are first used, because the start-up path cannot afford what it does not need.
 """
 
-from typing import TYPE_CHECKING, Any
-
-__version__ = "0.1.0"
+TYPE_CHECKING = False  # as `typing` has it, whose import would be the first thing a start waits for
 
 if TYPE_CHECKING:
-    from reflex_ipc.engine import Engine as Engine
-    from reflex_ipc.errors import ReflexError as ReflexError
-    from reflex_ipc.tokenizer import Tokenizer as Tokenizer
+    from reflex_ipc.engine import Engine, Generation, Token
+    from reflex_ipc.errors import (
+        CancelledError,
+        CheckFailedError,
+        ContextOverflowError,
+        DeadlineError,
+        DeviceError,
+        InputOutputError,
+        InvalidRequestError,
+        ModelFileError,
+        OutOfMemoryError,
+        ReflexError,
+        TemplateError,
+        UnsupportedModelError,
+    )
+    from reflex_ipc.sampler import Sampling
+    from reflex_ipc.scoring import Candidate, Scores
+    from reflex_ipc.tokenizer import Tokenizer
 
-_HOMES = {"Engine": "engine", "Token": "engine", "Tokenizer": "tokenizer", "ReflexError": "errors"}
+__version__ = "0.1.0"
+__all__ = [
+    "CancelledError",
+    "Candidate",
+    "CheckFailedError",
+    "ContextOverflowError",
+    "DeadlineError",
+    "DeviceError",
+    "Engine",
+    "Generation",
+    "InputOutputError",
+    "InvalidRequestError",
+    "ModelFileError",
+    "OutOfMemoryError",
+    "ReflexError",
+    "Sampling",
+    "Scores",
+    "TemplateError",
+    "Token",
+    "Tokenizer",
+    "UnsupportedModelError",
+]
+
+_HOMES = {
+    "Candidate": "scoring",
+    "Engine": "engine",
+    "Generation": "engine",
+    "Sampling": "sampler",
+    "Scores": "scoring",
+    "Token": "engine",
+    "Tokenizer": "tokenizer",
+}
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
+def __getattr__(name: str) -> object:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{home}"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'errors')}"), name)

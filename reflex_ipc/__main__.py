@@ -1,5 +1,6 @@
 """Entry of the command, as `python -m reflex_ipc` and as a file run by the installed launcher under `-I -S`."""
 
+import signal
 import sys
 
 if __name__ == "__main__":
@@ -8,6 +9,10 @@ if __name__ == "__main__":
         # the one this package lies in, which goes last as every installed package does.
         package = __file__.rpartition("/")[0]
         sys.path[:] = [*(path for path in sys.path if path != package), package.rpartition("/")[0]]
+    # Ctrl-C ends the process at once and without a traceback, also while it still imports; what was printed is out.
+    # Commands that have something to put away set handlers of their own.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     from reflex_ipc.cli import main
 
     sys.exit(main(sys.argv[1:]))

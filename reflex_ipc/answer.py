@@ -52,7 +52,7 @@ def answer(engine: "Engine", request: Request, limits: Limits, queued_ms: float,
         if isinstance(known, DeviceError):  # nothing this process does will work again
             yield Error(request.id, known.code, str(known), fatal=True, exit_code=known.exit_code)
         else:
-            yield Error(request.id, known.code, str(known))
+            yield Error(request.id, known.code, str(known), getattr(known, "field", None))
 
 
 def typed(error: Exception) -> ReflexError:
@@ -75,6 +75,10 @@ def _generate(
     prompt: Any = request.prompt if request.tokens is None else request.tokens
     if request.messages is not None:
         prompt = engine.chat(request.messages, request.template_arguments)
+    elif request.prompt is not None:
+        engine.tokenizer.check_length(request.prompt, engine.n_ctx)
+        prompt = engine.tokenize(request.prompt)
+    _check_prompt(len(prompt), limits)
     generation = engine.generate(
         prompt,
         max_tokens=request.max_tokens,
@@ -84,7 +88,6 @@ def _generate(
         poll=poll,
     )
     try:
-        _check_prompt(generation.prompt_tokens, limits)
         yield Started(request.id, generation.prompt_tokens)
         texts = []
         for index, token in enumerate(generation):

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from sys import getsizeof
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from reflex_ipc.environment import complete_site
 from reflex_ipc.errors import InvalidRequestError, TemplateError
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class ChatTemplate:
     def _render(
         self, messages: list[dict[str, Any]], arguments: dict[str, Any], add_generation_prompt: bool, n_bytes: int
     ) -> tuple[tuple[str, bool], ...]:
+        complete_site()
         from reflex_ipc.template import compile_template, render
         from reflex_ipc.template_text import Budget, Marked, parts
 
@@ -133,7 +135,7 @@ def _chatml(
         yield "<|im_start|>", True
         yield message["role"], message["role"] in _ROLES
         yield "\n", True
-        yield message["content"], False
+        yield message.get("content") or "", False
         yield "<|im_end|>\n", True
     if add_generation_prompt:
         yield "<|im_start|>assistant\n", True
@@ -292,4 +294,5 @@ def _fields(where: str, value: object, known: tuple[str, ...], needed: tuple[str
 
 def _fail(where: str, what: str) -> NoReturn:
     field = ascii(where)[1:-1]
-    raise InvalidRequestError(f"{field if len(field) <= 200 else field[:200] + '...'} {what}")
+    shown = field if len(field) <= 200 else field[:200] + "..."
+    raise InvalidRequestError(f"{shown} {what}", shown)

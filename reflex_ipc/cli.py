@@ -5,18 +5,18 @@ stdout carries only what was asked for; everything else goes to stderr. Nothing 
 
 import os
 import signal
-import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from reflex_ipc import __version__
 from reflex_ipc.environment import complete_site, model_path
 from reflex_ipc.errors import InputOutputError, InvalidRequestError, OutOfMemoryError, ReflexError
+from reflex_ipc.stops import DEFAULT_MAX_TOKENS
+from reflex_ipc.terminal import read_prompt, say, warn, write
 
 if TYPE_CHECKING:
     from reflex_ipc.engine import Engine, Progress
-    from reflex_ipc.gguf import GGUF
     from reflex_ipc.messages import Limits
 
 _HINTS = {
@@ -49,6 +49,8 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         return _end_by(signal.SIGINT)
     except Exception as error:
+        if "start new thread" in str(error):  # all that CPython says when the system refuses one
+            return _fail("no thread could be started: memory or processes ran out", OutOfMemoryError.exit_code)
         if os.environ.get("REFLEX_TRACEBACK"):
             raise
         return _fail(
@@ -68,7 +70,7 @@ def _check_descriptors() -> None:
 
 
 def _fail(message: str, code: int) -> int:
-    sys.stderr.write(f"reflex: {message}\n")
+    say(message)
     return code
 
 
@@ -78,17 +80,28 @@ def _end_by(number: signal.Signals) -> NoReturn:
     raise SystemExit(128 + number)
 
 
+class _Help(RawDescriptionHelpFormatter):
+    """Asking the terminal for its width imports half of the compression modules, and is done for every parser."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=110, max_help_position=28)
+
+
 class _Parser(ArgumentParser):
     """No abbreviations, errors with hints for what hands type by habit."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=RawDescriptionHelpFormatter, **options)
+    def __init__(self, words: list[str], **options: Any) -> None:
+        self.words = words
+        super().__init__(allow_abbrev=False, formatter_class=_Help, **options)
+
+    def _print_message(self, message: str, file: object = None) -> None:
+        write(message)  # help and version, on the way that notices a full disk
 
     def error(self, message: str) -> NoReturn:
-        for word in sys.argv[1:]:
+        for word in self.words:
             if word in _HINTS:
                 message = f"{word}: {_HINTS[word]}"
-        raise InvalidRequestError(f"{message}\n{self.format_usage().rstrip()}")
+        raise InvalidRequestError(f"{message}; {self.prog} --help has the options")
 
 
 def _parse(argv: list[str]) -> Namespace:
@@ -96,18 +109,43 @@ def _parse(argv: list[str]) -> Namespace:
     if argv and argv[0] in COMMANDS:
         name, rest = argv[0], argv[1:]
         about, add_arguments, command = COMMANDS[name]
-        parser = _Parser(prog=f"reflex {name}", description=about, epilog=_EXIT_CODES)
+        parser = _Parser(rest, prog=f"reflex {name}", description=about, epilog=_EXIT_CODES)
         add_arguments(parser)
-        arguments = parser.parse_intermixed_args(rest)
+        arguments = parser.parse_intermixed_args(_joined(rest))
         arguments.command = command
         return arguments
-    parser = _Parser(prog="reflex", usage="reflex COMMAND ...", description=_ABOUT, epilog=_overview())
+    parser = _Parser(argv, prog="reflex", usage="reflex COMMAND ...", description=_ABOUT, epilog=_overview())
     parser.add_argument("--version", action="version", version=f"reflex {__version__}", help="print the version")
     parser.add_argument("name", metavar="COMMAND", nargs="?", help="one of those below")
     name = parser.parse_args(argv[:1]).name
     raise InvalidRequestError(
         f"no command is called {name!r}" if name else f"which command? {', '.join(COMMANDS)}; reflex --help says more"
     )
+
+
+_TEXTS = {
+    "-p": "--prompt",
+    "--prompt": "--prompt",
+    "-a": "--candidate",
+    "--candidate": "--candidate",
+    "--stop": "--stop",
+    "--system": "--system",
+    "--join": "--join",
+}
+"""Options that take a text, and their long form."""
+
+
+def _joined(argv: list[str]) -> list[str]:
+    """Join each option that takes a text with its text: the parser would take one that begins with a dash for an
+    option."""
+    joined: list[str] = []
+    rest = iter(argv)
+    for word in rest:
+        if word == "--":
+            return [*joined, word, *rest]
+        value = next(rest, None) if word in _TEXTS else None
+        joined.append(word if value is None else f"{_TEXTS[word]}={value}")
+    return joined
 
 
 _ABOUT = "A cold process, a GGUF file and a prompt become a first token; then it stops."
@@ -121,12 +159,14 @@ def _overview() -> str:
 def _run_arguments(parser: ArgumentParser) -> None:
     _model(parser)
     _prompt(parser)
-    parser.add_argument("-n", "--max-tokens", type=int, default=128, metavar="N", help="tokens at most (128)")
+    parser.add_argument(
+        "-n", "--max-tokens", type=_natural, default=DEFAULT_MAX_TOKENS, metavar="N", help="tokens at most (128)"
+    )
     _backend(parser)
     _sampling(parser)
     _chat(parser)
     parser.add_argument(
-        "--deadline", type=int, metavar="MS", help="stop after so many milliseconds, with exit code 124"
+        "--deadline", type=_positive, metavar="MS", help="stop after so many milliseconds, with exit code 124"
     )
     parser.add_argument("--timings", action="store_true", help="print the phases and their milliseconds to stderr")
     parser.add_argument("-v", "--verbose", action="store_true", help="say on stderr what is done")
@@ -145,26 +185,62 @@ def _uds_arguments(parser: ArgumentParser) -> None:
     )
     _backend(parser)
     _limits(parser)
-    parser.add_argument("--connections", type=int, default=8, metavar="N", help="clients connected at once (8)")
+    parser.add_argument("--connections", type=_positive, default=8, metavar="N", help="clients connected at once (8)")
     parser.add_argument("--mode", type=_mode, default=0o600, metavar="OCTAL", help="permissions of the socket (600)")
     parser.add_argument(
-        "--exit-after-idle", type=float, metavar="S", help="end after so many seconds without a connection or a request"
+        "--exit-after-idle",
+        type=_seconds,
+        metavar="S",
+        help="end after so many seconds without a connection or a request",
     )
 
 
 def _mode(text: str) -> int:
-    mode = int(text, 8)
+    try:
+        mode = int(text, 8)
+    except ValueError:
+        mode = -1
     if not 0 <= mode <= 0o777:
-        raise ValueError
+        raise ArgumentTypeError(f"{text!r} is no mode; it is written in octal, as in 660")
     return mode
+
+
+def _natural(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _positive(text: str) -> int:
+    return _at_least(1, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    try:
+        n = int(text) if len(text) < 20 else least - 1
+    except ValueError:
+        n = least - 1
+    if not least <= n < 1 << 31:
+        raise ArgumentTypeError(f"{text[:40]!r} is no whole number from {least} to 2^31 - 1")
+    return n
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.0 < seconds < 1e9:
+        raise ArgumentTypeError(f"{text[:40]!r} is no number of seconds above 0")
+    return seconds
 
 
 def _limits(parser: ArgumentParser) -> None:
     """Options whose `dest` is a field of `messages.Limits`; what is not given keeps that class's default."""
     group = parser.add_argument_group("limits, which hello tells every client")
-    group.add_argument("--limit-line", dest="line_bytes", type=int, metavar="BYTES", help="length of a line (4 MiB)")
-    group.add_argument("--limit-prompt", dest="prompt_tokens", type=int, metavar="N", help="tokens of a prompt")
-    group.add_argument("--limit-tokens", dest="max_tokens", type=int, metavar="N", help="tokens of an answer")
+    group.add_argument(
+        "--limit-line", dest="line_bytes", type=_positive, metavar="BYTES", help="length of a line (4 MiB)"
+    )
+    group.add_argument("--limit-prompt", dest="prompt_tokens", type=_positive, metavar="N", help="tokens of a prompt")
+    group.add_argument("--limit-tokens", dest="max_tokens", type=_positive, metavar="N", help="tokens of an answer")
     group.add_argument(
         "--write-timeout",
         dest="write_timeout_ms",
@@ -221,7 +297,9 @@ def _doctor_arguments(parser: ArgumentParser) -> None:
 
 def _inspect_arguments(parser: ArgumentParser) -> None:
     _model(parser)
-    parser.add_argument("-c", "--context", type=int, metavar="N", help="context for the memory a run needs (model's)")
+    parser.add_argument(
+        "-c", "--context", type=_positive, metavar="N", help="context for the memory a run needs (model's)"
+    )
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
@@ -237,10 +315,10 @@ def _prompt(parser: ArgumentParser) -> None:
 
 def _backend(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "-c", "--context", type=int, metavar="N", help="tokens that prompt and answer may have (model's)"
+        "-c", "--context", type=_positive, metavar="N", help="tokens that prompt and answer may have (model's)"
     )
     parser.add_argument("--backend", choices=("auto", "cuda", "cpu"), default="auto", help="where to run (auto)")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (all)")
+    parser.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (all)")
 
 
 def _sampling(parser: ArgumentParser) -> None:
@@ -268,7 +346,10 @@ def _sampling(parser: ArgumentParser) -> None:
 
 def _bias(text: str) -> tuple[int, float]:
     token, _, bias = text.partition("=")
-    return int(token), float(bias)
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is not ID=X, a token's id and a number") from None
 
 
 def _chat(parser: ArgumentParser) -> None:
@@ -315,13 +396,15 @@ def _opener(arguments: Namespace) -> "Callable[..., Engine]":
     def open_engine(model: str, progress: "Progress") -> "Engine":
         from reflex_ipc.engine import Engine
 
-        return Engine.open(
-            model_path(model),
+        engine = Engine.open(
+            model,
             backend=arguments.backend,
             context=arguments.context,
             threads=arguments.threads,
             progress=progress,
         )
+        warn(engine.tokenizer)
+        return engine
 
     return open_engine
 
@@ -331,9 +414,6 @@ def _given_limits(arguments: Namespace) -> "Limits":
 
     fields = ("line_bytes", "prompt_tokens", "max_tokens", "write_timeout_ms")
     given = {name: value for name in fields if (value := getattr(arguments, name)) is not None}
-    for name, value in given.items():
-        if value < 1:
-            raise InvalidRequestError(f"the limit {name} is {value}; it must be at least 1")
     return Limits(**given)
 
 
@@ -351,21 +431,21 @@ def _system1(arguments: Namespace) -> int:
 
 
 def _tokenize(arguments: Namespace) -> int:
-    from reflex_ipc.run import read_prompt
     from reflex_ipc.tokenizer import Tokenizer
 
     text = read_prompt(arguments.text, None, arguments.file, "text")
     tokenizer = Tokenizer.from_gguf(model_path(arguments.model))
     ids = tokenizer.encode(text, special=not arguments.no_special)
+    warn(tokenizer)
     if arguments.json:
         import json
 
         pieces = [
             {"id": i, "text": tokenizer.token_bytes(i, special=True).decode("utf-8", "backslashreplace")} for i in ids
         ]
-        sys.stdout.write(json.dumps(pieces) + "\n")
+        write(json.dumps(pieces) + "\n")
     else:
-        sys.stdout.write(" ".join(map(str, ids)) + "\n")
+        write(" ".join(map(str, ids)) + "\n")
     return 0
 
 
@@ -375,29 +455,6 @@ def _doctor(arguments: Namespace) -> int:
     return doctor.run(arguments.json)
 
 
-def _memory(gguf: "GGUF", context: int | None) -> list[dict[str, object]]:
-    """What a run needs on each backend, for `inspect`."""
-    from reflex_ipc import archs
-    from reflex_ipc.reference import memory
-
-    plan = archs.build(gguf)
-    n_ctx = plan.n_ctx_train if context is None else context
-    need = memory.estimate(plan, n_ctx)
-    per_token, fixed = plan.state_elements()
-    return [
-        {
-            "backend": "cpu",
-            "context": n_ctx,
-            "weights": need.weights,
-            "cache": need.cache,
-            "scratch": need.scratch,
-            "total": need.total,
-            "fixed_state": 4 * fixed,
-            "bytes_per_token": 4 * per_token,
-        }
-    ]
-
-
 def _inspect(arguments: Namespace) -> int:
     from reflex_ipc import inspect
     from reflex_ipc.gguf import GGUF
@@ -405,13 +462,13 @@ def _inspect(arguments: Namespace) -> int:
     with GGUF.open(model_path(arguments.model)) as gguf:
         description = inspect.describe(gguf)
         if gguf.tensors:
-            description["memory"] = _memory(gguf, arguments.context)
+            inspect.add_plan(description, gguf, arguments.context)
     if arguments.json:
         import json
 
-        sys.stdout.write(json.dumps(description, indent=1) + "\n")
+        write(json.dumps(description, indent=1) + "\n")
     else:
-        sys.stdout.write(inspect.render(description))
+        write(inspect.render(description))
     return 0
 
 

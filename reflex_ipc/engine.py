@@ -10,11 +10,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from reflex_ipc import archs
+from reflex_ipc.environment import complete_site, model_path
 from reflex_ipc.errors import ContextOverflowError, DeviceError, InvalidRequestError, ModelFileError
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.plan import PREFILL_CHUNK, Plan, Step
 from reflex_ipc.sampler import Sampled, Sampler, Sampling
-from reflex_ipc.stops import StopStrings
+from reflex_ipc.stops import DEFAULT_MAX_TOKENS, StopStrings
 from reflex_ipc.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from reflex_ipc.chat import ChatTemplate
     from reflex_ipc.scoring import Scores, Scoring
 
-GREEDY = Sampling()
 
 Progress = Callable[[str, int, int], None]
 """Called while a model opens with a phase, what is done of it, and the total."""
@@ -67,8 +67,9 @@ class Executor(Protocol):
 class Token(NamedTuple):
     """A piece of an answer.
 
-    `text` has whole characters only and nothing that may yet turn out to be a stop string; it can be empty. `raw` is
-    the token's bytes where they are no whole UTF-8 text of their own. Withheld text comes last, with `id` None.
+    `text` has whole characters only and nothing that may yet turn out to be a stop string; it can be empty, or begin
+    with what was held back before. `raw` is the token's own bytes wherever `text` is not just them. What is still held
+    back at the end comes last, with `id` None.
     """
 
     id: int | None
@@ -90,6 +91,7 @@ class Engine:
         self._executor = executor
         self._running: Generation | None = None
         self._template: ChatTemplate | None = None
+        self._closed = False
 
     @classmethod
     def open(
@@ -101,14 +103,14 @@ class Engine:
         threads: int | None = None,
         progress: Progress | None = None,
     ) -> "Engine":
-        """Open a GGUF file.
+        """Open a model: the path of a GGUF file, or the name of an installed demo model.
 
         `backend` is "auto", "cuda" or "cpu"; `context` the tokens that prompt and answer may have together, the
         model's own maximum by default. Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError,
         ContextOverflowError.
         """
         began = time.perf_counter()
-        gguf = GGUF.open(path)
+        gguf = GGUF.open(model_path(path) if isinstance(path, str) else path)
         try:
             tokenizer = Tokenizer.from_gguf(gguf)
             header = time.perf_counter()
@@ -143,6 +145,7 @@ class Engine:
     def close(self) -> None:
         """Let go of memory, device and file. Closing twice is no error."""
         self._running = None
+        self._closed = True
         self._executor.close()
         self.gguf.close()
 
@@ -215,21 +218,26 @@ class Engine:
         self,
         prompt: str | Sequence[int],
         *,
-        max_tokens: int = 128,
-        sampling: Sampling = GREEDY,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        sampling: Sampling | None = None,
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
         poll: Poll | None = None,
+        **fields: Any,
     ) -> "Generation":
         """An iterator over the tokens that follow `prompt`, a text or ids.
 
+        How tokens are chosen is said by `sampling`, or by its fields (`temperature=0.8, seed=7`); greedily without.
         Raises InvalidRequestError and ContextOverflowError here, before anything is computed. An answer that would
         outgrow the context ends there, with finish_reason "context". A new call ends the answer under way.
         """
-        ids = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        if sampling is not None and fields:
+            raise InvalidRequestError(f"sampling was given, and {', '.join(fields)} besides; one or the other")
+        sampling = sampling or Sampling(**fields)
+        ids = self._prompt(prompt) if isinstance(prompt, str) else list(prompt)
         self._check(ids)
         if max_tokens < 0:
-            raise InvalidRequestError(f"max_tokens is {max_tokens}; it cannot be negative")
+            raise InvalidRequestError(f"max_tokens is {max_tokens}; it cannot be negative", "max_tokens")
         stops = StopStrings(stop)
         sampler = Sampler(sampling, self.n_vocab, ids)
         self._begin(min(self.n_ctx, len(ids) + max_tokens))
@@ -342,8 +350,15 @@ class Engine:
         """What a token adds to the text; a padding row of the output matrix, beyond the vocabulary, adds nothing."""
         return self.tokenizer.token_bytes(token) if token < self.tokenizer.n_vocab else b""
 
+    def _prompt(self, text: str) -> list[int]:
+        """The ids of a prompt; one that no tokens could make fit is refused before it is taken apart."""
+        self.tokenizer.check_length(text, self.n_ctx)
+        return self.tokenize(text)
+
     def _begin(self, n_tokens: int) -> None:
         """End the answer under way, forget its sequence, make room for one of `n_tokens`."""
+        if self._closed:
+            raise InvalidRequestError("the engine is closed")
         if self._running is not None:
             self._running.close()
             self._running = None
@@ -352,7 +367,7 @@ class Engine:
 
     def _check(self, ids: Sequence[int]) -> None:
         if not ids:
-            raise InvalidRequestError("the prompt is empty: it has no token to continue")
+            raise InvalidRequestError("the prompt is empty: it has no token to continue", "prompt")
         if len(ids) > self.n_ctx:
             raise ContextOverflowError(f"the prompt has {len(ids)} tokens, the context holds {self.n_ctx}")
         for i, token in enumerate(ids):
@@ -408,6 +423,9 @@ class Generation:
             if not self._prefill(executor, ids, poll):
                 return
             self.timings["prompt_ms"] = (time.perf_counter() - began) * 1e3
+            if poll is not None and (reason := poll()):
+                self.finish_reason = reason
+                return
             room = engine.n_ctx - len(ids)
             if max_tokens == 0 or room == 0:
                 self.finish_reason = "length" if max_tokens == 0 else "context"
@@ -418,12 +436,10 @@ class Generation:
                 if sampled.id in tokenizer.eog and not ignore_eos:
                     self.finish_reason = "stop"
                     break
-                whole = not text.pending
                 # The padding rows of an output matrix are beyond the vocabulary and spell nothing.
                 pushed = text.push(sampled.id) if sampled.id < tokenizer.n_vocab else ""
-                whole = whole and not text.pending and "\ufffd" not in pushed
                 piece, stopped = stops.push(pushed)
-                raw = None if whole else engine._bytes(sampled.id)
+                raw = engine._bytes(sampled.id)
                 self.completion_tokens += 1
                 if stopped:
                     self.finish_reason = "stop_string"
@@ -431,7 +447,8 @@ class Generation:
                     self.finish_reason = "length"
                 elif self.completion_tokens == room:
                     self.finish_reason = "context"
-                yield Token(sampled.id, piece, sampled.logprob, sampled.top, raw)
+                own = None if piece.encode() == raw else raw
+                yield Token(sampled.id, piece, sampled.logprob, sampled.top, own)
                 if self.finish_reason is None and poll is not None:
                     self.finish_reason = poll()
                 if self.finish_reason is not None:
@@ -487,6 +504,7 @@ def _executor(
         raise DeviceError("this build of the package has no CUDA kernels; use the CPU backend")
     if backend not in ("auto", "cpu"):
         raise InvalidRequestError(f"the backend is {backend!r}; known are auto, cuda and cpu")
+    complete_site()
     from reflex_ipc.reference.executor import ReferenceExecutor
 
     def report(done: int, total: int) -> None:

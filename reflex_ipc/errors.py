@@ -20,10 +20,15 @@ class CheckFailedError(ReflexError):
 
 
 class InvalidRequestError(ReflexError):
-    """What was asked for makes no sense: a bad flag, a bad field, an empty prompt."""
+    """What was asked for makes no sense: a bad flag, a bad field, an empty prompt. `field` names the one at fault,
+    where there is one."""
 
     code = "invalid_request"
     exit_code = 2
+
+    def __init__(self, message: str = "", field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class InvalidJsonError(InvalidRequestError):
@@ -71,20 +76,6 @@ class ContextOverflowError(ReflexError):
 
     code = "context_overflow"
     exit_code = 7
-
-
-class StateFileError(ReflexError):
-    """A saved state is damaged or belongs to another model."""
-
-    code = "state_file"
-    exit_code = 8
-
-
-class AdapterError(ReflexError):
-    """An adapter is damaged or does not fit the model."""
-
-    code = "adapter"
-    exit_code = 9
 
 
 class InputOutputError(ReflexError):

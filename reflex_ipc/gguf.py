@@ -13,7 +13,7 @@ import stat
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, overload
 
-from reflex_ipc.errors import ModelFileError
+from reflex_ipc.errors import ModelFileError, OutOfMemoryError
 from reflex_ipc.gguf_header import TYPES, GGMLType, Header, StringArray, Tensor, Value, describe, quoted
 
 __all__ = ["GGUF", "TYPES", "GGMLType", "Shard", "StringArray", "Tensor", "Value"]
@@ -55,6 +55,8 @@ class Shard:
             self.map = mmap.mmap(self.fd, self.size, prot=mmap.PROT_READ)
         except BaseException as error:
             os.close(self.fd)
+            if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+                raise OutOfMemoryError(f"{path}: there is no room to map its {self.size:,} bytes") from None
             if isinstance(error, OSError | ValueError):  # ValueError: the file shrank since fstat
                 raise ModelFileError(f"{path}: cannot be mapped: {error}") from None
             raise

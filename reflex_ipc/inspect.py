@@ -5,6 +5,7 @@ from math import isfinite
 from typing import Any
 
 from reflex_ipc.gguf import GGUF, StringArray, Value
+from reflex_ipc.terminal import visible
 
 _SHOWN = 6  # elements of an array that the text shows
 _WIDTH = 96  # letters of a value that the text shows
@@ -44,6 +45,31 @@ def describe(gguf: GGUF) -> dict[str, Any]:
     }
 
 
+def add_plan(description: dict[str, Any], gguf: GGUF, context: int | None) -> None:
+    """What a program makes of the tensors: the entries `memory` and `ignored`, tensors that take no part in generation
+    (prediction blocks, vision). Raises UnsupportedModelError and ModelFileError as opening the model would."""
+    from reflex_ipc import archs
+    from reflex_ipc.reference import memory
+
+    plan = archs.build(gguf)
+    n_ctx = plan.n_ctx_train if context is None else context
+    need = memory.estimate(plan, n_ctx)
+    per_token, fixed = plan.state_elements()
+    description["memory"] = [
+        {
+            "backend": "cpu",
+            "context": n_ctx,
+            "weights": need.weights,
+            "cache": need.cache,
+            "scratch": need.scratch,
+            "total": need.total,
+            "fixed_state": 4 * fixed,
+            "bytes_per_token": 4 * per_token,
+        }
+    ]
+    description["ignored"] = list(plan.ignored)
+
+
 def render(description: dict[str, Any]) -> str:
     """The description as text for a terminal, long values shortened, control characters escaped.
 
@@ -56,6 +82,7 @@ def render(description: dict[str, Any]) -> str:
         _tokenizer_text(description["tokenizer"]),
         _tensors(description["tensors"]),
         _types(description["types"]),
+        _ignored(description.get("ignored", ())),
         _memory(description.get("memory", ())),
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
@@ -96,13 +123,13 @@ def _tokenizer(gguf: GGUF) -> dict[str, Any] | None:
 
 
 def _files(description: dict[str, Any]) -> list[str]:
-    rows = [(_visible(file["path"]), f"{file['bytes']:,} bytes") for file in description["files"]]
+    rows = [(visible(file["path"]), f"{file['bytes']:,} bytes") for file in description["files"]]
     size = _size(description["bytes"])
     return [*_table(rows, "<>"), f"GGUF version {description['version']}, {size}, alignment {description['alignment']}"]
 
 
 def _metadata(metadata: dict[str, Any]) -> list[str]:
-    rows = [(_visible(key), _short(value)) for key, value in metadata.items()]
+    rows = [(visible(key), _short(value)) for key, value in metadata.items()]
     return [f"metadata ({len(rows)})", *_table(rows, "<<", "  ")]
 
 
@@ -135,7 +162,7 @@ def _tensors(tensors: Sequence[dict[str, Any]]) -> list[str]:
     rows = [("name", "type", "shape", "bytes", "file")]
     for t in tensors:
         shape = " x ".join(map(str, t["shape"]))
-        rows.append((_visible(t["name"]), t["type"], shape, f"{t['bytes']:,}", str(t["file"] + 1)))
+        rows.append((visible(t["name"]), t["type"], shape, f"{t['bytes']:,}", str(t["file"] + 1)))
     columns = 5 if any(t["file"] for t in tensors) else 4
     return [f"tensors ({len(tensors)})", *_table([row[:columns] for row in rows], "<<<>>", "  ")]
 
@@ -149,6 +176,12 @@ def _types(types: dict[str, dict[str, int]]) -> list[str]:
         for name, t in [*types.items(), ("total", total)]
     ]
     return ["types", *_table([("type", "tensors", "elements", "bytes", ""), *rows], "<>>>>", "  ")]
+
+
+def _ignored(names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    return [f"not used for generation ({len(names)} tensors)", f"  {_short(list(names))}"]
 
 
 def _memory(entries: Iterable[dict[str, Any]]) -> list[str]:
@@ -175,20 +208,13 @@ def _short(value: Any) -> str:
         shown = ", ".join(_short(element) for element in value[:_SHOWN])
         return f"[{shown}]" if len(value) <= _SHOWN else f"[{shown}, ...] ({len(value):,})"
     if isinstance(value, str):
-        text = _visible(value[:_WIDTH].replace("\\", "\\\\").replace('"', '\\"'))
+        text = visible(value[:_WIDTH].replace("\\", "\\\\").replace('"', '\\"'))
         return f'"{text}"' if len(value) <= _WIDTH else f'"{text}..." ({len(value):,} letters)'
     if isinstance(value, bool):
         return "true" if value else "false"
     if value is None:
         return "none"
     return f"{value:.7g}" if isinstance(value, float) else str(value)
-
-
-def _visible(text: str) -> str:
-    """The text with everything escaped that could move a terminal's cursor or break a line."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _size(n: int) -> str:

@@ -12,14 +12,12 @@ from typing import Any, NamedTuple
 import orjson
 
 from reflex_ipc import strict_json
+from reflex_ipc.sampler import MAX_TOP_LOGPROBS
+from reflex_ipc.stops import DEFAULT_MAX_TOKENS, MAX_STOP_CHARS, MAX_STOPS
 
 PROTOCOL = 1
 LARGEST_INTEGER = 2**53
 LONGEST_ID = 128  # bytes of UTF-8
-MOST_STOP_STRINGS = 16
-LONGEST_STOP_STRING = 256  # characters
-MOST_TOP_LOGPROBS = 20
-DEFAULT_MAX_TOKENS = 128
 
 Id = int | str
 
@@ -38,9 +36,9 @@ class Limits(NamedTuple):
             "id_bytes": LONGEST_ID,
             "integer": LARGEST_INTEGER,
             "nesting": strict_json.DEEPEST_NESTING,
-            "stop_strings": MOST_STOP_STRINGS,
-            "stop_string_chars": LONGEST_STOP_STRING,
-            "top_logprobs": MOST_TOP_LOGPROBS,
+            "stop_strings": MAX_STOPS,
+            "stop_string_chars": MAX_STOP_CHARS,
+            "top_logprobs": MAX_TOP_LOGPROBS,
         }
         return {**self._asdict(), **fixed}
 
@@ -320,11 +318,11 @@ def _token_ids(field: str, value: Any) -> tuple[int, ...]:
 
 
 def _stop_strings(field: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or len(value) > MOST_STOP_STRINGS:
-        raise _Wrong(field, f"must be a list of at most {MOST_STOP_STRINGS} strings")
+    if not isinstance(value, list) or len(value) > MAX_STOPS:
+        raise _Wrong(field, f"must be a list of at most {MAX_STOPS} strings")
     for place, each in enumerate(value):
-        if not isinstance(each, str) or not 0 < len(each) <= LONGEST_STOP_STRING:
-            raise _Wrong(f"{field}[{place}]", f"must be a string of 1 to {LONGEST_STOP_STRING} characters")
+        if not isinstance(each, str) or not 0 < len(each) <= MAX_STOP_CHARS:
+            raise _Wrong(f"{field}[{place}]", f"must be a string of 1 to {MAX_STOP_CHARS} characters")
     return tuple(value)
 
 
@@ -389,7 +387,7 @@ _SAMPLING: dict[str, _Check] = {
     "frequency_penalty": _number,
     "logit_bias": _logit_bias,
     "seed": _integer(-LARGEST_INTEGER),
-    "top_logprobs": _integer(0, MOST_TOP_LOGPROBS),
+    "top_logprobs": _integer(0, MAX_TOP_LOGPROBS),
 }
 _GENERATE: dict[str, _Check] = {
     "prompt": _text,
@@ -428,8 +426,6 @@ def _generate(id: Id, message: dict[str, Any], limits: Limits) -> Generate:
     most = limits.max_tokens or LARGEST_INTEGER
     if fields.setdefault("max_tokens", min(DEFAULT_MAX_TOKENS, most)) > most:
         raise _Wrong("max_tokens", f"must be at most {most}, this engine's limit")
-    if limits.prompt_tokens is not None and len(fields.get("tokens", ())) > limits.prompt_tokens:
-        raise _Wrong("tokens", f"must be at most {limits.prompt_tokens}, this engine's limit")
     return Generate(id, sampling=sampling, **fields)
 
 

@@ -472,7 +472,8 @@ class Builder:
             raise ModelFileError(
                 f"{self.gguf.path}: tensor {full} has dimensions {_dims(tensor.ne)}, its metadata ask for {_dims(ne)}"
             )
-        self.weights.setdefault(full, tensor)
+        # With exactly these dimensions: files may write or leave out ones at either end.
+        self.weights.setdefault(full, tensor._replace(ne=ne))
         return full
 
     def _value(self, name: str, width: int, selected: bool = False) -> Value:

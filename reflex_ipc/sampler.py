@@ -25,6 +25,7 @@ MAX_VOCAB: Final = 1 << 22
 """Largest vocabulary: the sum of that many weights stays below 2^62."""
 MAX_SEED: Final = 1 << 53
 """Seeds are integers within +-2^53, which JSON carries exactly."""
+MAX_TOP_LOGPROBS: Final = 20
 ONE: Final = 1 << 40
 """The weight of the likeliest token, in units of a weight."""
 
@@ -58,18 +59,18 @@ def _number(name: str, value: object, low: float, high: float) -> float:
     # A comparison with NaN is false, and Python compares any int with a float exactly: this refuses what it must.
     if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
         return float(value)
-    raise InvalidRequestError(f"{name} must be a number from {low:g} to {high:g}, not {_shown(value)}")
+    raise InvalidRequestError(f"{name} must be a number from {low:g} to {high:g}, not {_shown(value)}", name)
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
         return value
-    raise InvalidRequestError(f"{name} must be an integer from {low} to {high}, not {_shown(value)}")
+    raise InvalidRequestError(f"{name} must be an integer from {low} to {high}, not {_shown(value)}", name)
 
 
 def _bias(value: object) -> Mapping[int, float]:
     if not isinstance(value, Mapping):
-        raise InvalidRequestError(f"logit_bias must map token ids to numbers, not {_shown(value)}")
+        raise InvalidRequestError(f"logit_bias must map token ids to numbers, not {_shown(value)}", "logit_bias")
     return MappingProxyType(
         {
             _integer("a token id in logit_bias", token, 0, MAX_VOCAB - 1): _number(
@@ -137,7 +138,7 @@ class Sampling:
             "frequency_penalty": _number("frequency_penalty", frequency_penalty, -100.0, 100.0),
             "logit_bias": _bias(logit_bias),
             "seed": None if seed is None else _integer("seed", seed, -MAX_SEED, MAX_SEED),
-            "top_logprobs": _integer("top_logprobs", top_logprobs, 0, 20),
+            "top_logprobs": _integer("top_logprobs", top_logprobs, 0, MAX_TOP_LOGPROBS),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)

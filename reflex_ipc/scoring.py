@@ -230,6 +230,11 @@ class Scoring:
         poll: Callable[[], str | None] | None = None,
     ) -> None:
         """`neutral`, if given, is the token of the neutral context; `poll` is asked before each pass."""
+        n_tree = sum(len(tail.tokens) - 1 for tail in tails)
+        if n_tree > MAX_TREE and (n_tree := len(tree([tail.tokens for tail in tails]).tokens)) > MAX_TREE:
+            raise InvalidRequestError(
+                f"the candidates have {n_tree} tokens together; at most {MAX_TREE} are scored", "candidates"
+            )
         self.prompt_tokens = len(context)
         self.total_ms = 0.0
         self._executor = executor
@@ -327,13 +332,17 @@ def _normalised(normalize: str, total: float, item: Scored, neutral: float | Non
 def check(candidates: Sequence[str], normalize: str, temperature: float) -> None:
     """Raises InvalidRequestError naming what is wrong with a request."""
     if normalize not in NORMALISATIONS:
-        raise InvalidRequestError(f"normalize is {normalize!r}; known are {', '.join(NORMALISATIONS)}")
+        raise InvalidRequestError(f"normalize is {normalize!r}; known are {', '.join(NORMALISATIONS)}", "normalize")
     if not 0.0 < temperature < math.inf:
-        raise InvalidRequestError(f"temperature is {temperature}; scores are divided by it, so it must be above 0")
+        raise InvalidRequestError(
+            f"temperature is {temperature}; scores are divided by it, so it must be above 0", "temperature"
+        )
     if not candidates:
-        raise InvalidRequestError("there are no candidates to score")
+        raise InvalidRequestError("there are no candidates to score", "candidates")
     if len(candidates) > MAX_CANDIDATES:
-        raise InvalidRequestError(f"there are {len(candidates)} candidates; at most {MAX_CANDIDATES} are scored")
+        raise InvalidRequestError(
+            f"there are {len(candidates)} candidates; at most {MAX_CANDIDATES} are scored", "candidates"
+        )
     for i, text in enumerate(candidates):
         if not text:
-            raise InvalidRequestError(f"candidate {i} is empty: it has nothing to score")
+            raise InvalidRequestError(f"candidate {i} is empty: it has nothing to score", f"candidates[{i}]")

@@ -1,9 +1,11 @@
-"""Stop strings: text goes out as soon as it can no longer be the beginning of one."""
+"""Where an answer ends: at stop strings, whose text goes out once it can no longer be one, or at a length."""
 
 from collections.abc import Sequence
 
 from reflex_ipc.errors import InvalidRequestError
 
+DEFAULT_MAX_TOKENS = 128
+"""Tokens of an answer where nobody says."""
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 
@@ -19,10 +21,12 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         if not isinstance(stops, list | tuple) or len(stops) > MAX_STOPS:
-            raise InvalidRequestError(f"stop must be a list of at most {MAX_STOPS} strings")
+            raise InvalidRequestError(f"stop must be a list of at most {MAX_STOPS} strings", "stop")
         for i, stop in enumerate(stops):
             if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_CHARS:
-                raise InvalidRequestError(f"stop[{i}] must be a string of 1 to {MAX_STOP_CHARS} characters")
+                raise InvalidRequestError(
+                    f"stop[{i}] must be a string of 1 to {MAX_STOP_CHARS} characters", f"stop[{i}]"
+                )
         self._stops = tuple(stops)
         self._beginnings = frozenset(stop[:n] for stop in stops for n in range(1, len(stop)))
         self._longest = max((len(stop) for stop in stops), default=1)

@@ -5,9 +5,17 @@ from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from reflex_ipc.engine import Engine
-from reflex_ipc.environment import model_path
 from reflex_ipc.errors import EXIT_BELOW_CONFIDENCE, InvalidRequestError
-from reflex_ipc.run import prompt_or_messages, read_prompt, say, template_arguments, write
+from reflex_ipc.terminal import (
+    prompt_or_messages,
+    read_prompt,
+    say,
+    template_arguments,
+    valid_text,
+    visible,
+    warn,
+    write,
+)
 
 if TYPE_CHECKING:
     from reflex_ipc.scoring import Scores
@@ -20,10 +28,12 @@ def run(arguments: Namespace) -> int:
     least = arguments.min_confidence
     if least is not None and not 0.0 <= least <= 1.0:
         raise InvalidRequestError(f"--min-confidence is {least}; a probability is between 0 and 1")
+    if arguments.best and arguments.json:
+        raise InvalidRequestError("--best prints one text and --json everything; one or the other")
     candidates = _candidates(arguments)
     prompt = prompt_or_messages(arguments)
     with Engine.open(
-        model_path(arguments.model), backend=arguments.backend, context=arguments.context, threads=arguments.threads
+        arguments.model, backend=arguments.backend, context=arguments.context, threads=arguments.threads
     ) as engine:
         if isinstance(prompt, str):
             _warn_of_glued(prompt + arguments.join, candidates)
@@ -38,6 +48,7 @@ def run(arguments: Namespace) -> int:
             end=arguments.end,
             arguments=template_arguments(arguments),
         )
+        warn(engine.tokenizer)
     if scores.healed and arguments.verbose:
         say(f"the last {scores.healed} tokens of the prompt merge with a candidate and are scored with it")
     if scores.passes > 1:
@@ -53,25 +64,21 @@ def run(arguments: Namespace) -> int:
 
 
 def _candidates(arguments: Namespace) -> list[str]:
-    candidates: list[str] = list(arguments.candidate)
+    candidates = [valid_text(text, f"candidate {i}") for i, text in enumerate(arguments.candidate)]
     if arguments.candidates_file is not None:
         file = arguments.candidates_file
         if file == "-" and (arguments.prompt == "-" or arguments.messages == "-"):
             raise InvalidRequestError("standard input can hold the prompt or the candidates, not both")
         text = read_prompt("-" if file == "-" else None, None, None if file == "-" else file, "candidates")
         candidates += _parsed(text, "standard input" if file == "-" else file)
-    for text in candidates:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise InvalidRequestError("a candidate is not UTF-8") from None
     return candidates
 
 
 def _parsed(text: str, source: str) -> list[str]:
     """A JSON array of strings, or one candidate a line."""
+    text = text.removeprefix("\ufeff")
     if not text.lstrip().startswith("["):
-        return [line for line in text.split("\n") if line]
+        return [line for line in text.replace("\r\n", "\n").split("\n") if line]
     import json
 
     try:
@@ -87,7 +94,7 @@ def _warn_of_glued(prompt: str, candidates: list[str]) -> None:
     """Candidates are literal. A word that runs into the prompt's last word is rarely meant."""
     glued = [text for text in candidates if text and not prompt[-1:].isspace() and not text[0].isspace()]
     if glued and prompt[-1:].isalnum() and glued[0][0].isalnum():
-        say(f"no space between the prompt and {glued[0]!r}; --join ' ' puts one there")
+        say(f"no space between the prompt and {glued[0][:40]!r}; --join ' ' puts one there")
 
 
 def _json(scores: "Scores") -> str:
@@ -120,5 +127,4 @@ def _table(scores: "Scores") -> str:
 
 
 def _escaped(text: str) -> str:
-    text = text.replace("\\", "\\\\").replace("\t", "\\t").replace("\n", "\\n").replace("\r", "\\r")
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return visible(text.replace("\\", "\\\\"))

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from reflex_ipc import bpe
-from reflex_ipc.errors import InvalidRequestError, ModelFileError, UnsupportedModelError
+from reflex_ipc.errors import ContextOverflowError, InvalidRequestError, ModelFileError, UnsupportedModelError
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.pretokenize import PRE_TOKENIZERS, Splitter, nfc
 
@@ -111,6 +111,14 @@ class Tokenizer:
         if self.eos is not None and self.add_eos and bos is None:
             ids.append(self.eos)
         return ids
+
+    def check_length(self, text: str, n_tokens: int) -> None:
+        """Raises ContextOverflowError for a text that is longer than any `n_tokens` tokens can spell."""
+        # A character is a byte or more, and normalisation makes one out of four at most, of two bytes or more.
+        if len(text) > 64 * n_tokens and len(text) > 2 * n_tokens * max(map(len, self._tokens.raw)):
+            raise ContextOverflowError(
+                f"the prompt has {len(text):,} characters, more than the {n_tokens} tokens of the context can spell"
+            )
 
     def encode_parts(self, parts: Iterable[tuple[str, bool]]) -> list[int]:
         """The ids of the texts, joined; no BOS is put in front.

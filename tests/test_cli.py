@@ -5,6 +5,7 @@ import pty
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -181,7 +182,13 @@ def test_unknown_name(tiny: Path) -> None:
         (["word " * 400, "-c", "64"], 7, ["64"]),
         (["Hello", "-c", "0"], 2, ["context"]),
         (["Hello", "-c", "999999999"], 7, ["context"]),
-        (["Hello", "-n", "-1"], 2, ["max_tokens"]),
+        (["Hello", "-n", "-1"], 2, ["--max-tokens"]),
+        (["Hello", "-n", "9" * 5000], 2, ["--max-tokens"]),
+        (["Hello", "--deadline", "0"], 2, ["--deadline"]),
+        (["Hello", "--logit-bias", "foo"], 2, ["--logit-bias", "ID=X"]),
+        (["Hello", "--temp", "nan"], 2, ["temperature"]),
+        (["Hello", "--stop", ""], 2, ["stop[0]"]),
+        (["Hello", "--no-thinking"], 2, ["--chat"]),
         (["Hello", "-p", "again"], 2, ["more than once"]),
         (["-f", "/nowhere/at/all"], 11, ["/nowhere/at/all"]),
         (["Hello", "--frobnicate"], 2, ["--frobnicate"]),
@@ -201,6 +208,130 @@ def test_habits_get_a_hint(habit: str) -> None:
 def test_invalid_utf8(tiny: Path) -> None:
     failed(reflex("run", tiny, stdin=b"caf\xe9 au lait"), 2, "UTF-8", "standard input")
     failed(reflex("run", tiny, b"caf\xe9".decode("utf-8", "surrogateescape")), 2, "UTF-8")
+
+
+def test_texts_that_begin_with_a_dash(tiny: Path) -> None:
+    plain = reflex("run", tiny, "--prompt=-dash", "-n", "3")
+    assert plain.returncode == 0, plain.stderr
+    assert reflex("run", tiny, "-p", "-dash", "-n", "3").stdout == plain.stdout
+    assert reflex("run", tiny, "-n", "3", "--", "-dash").stdout == plain.stdout
+    assert reflex("run", tiny, "Hello", "-n", "3", "--stop", "---").returncode == 0
+
+
+def test_prompt_without_an_end(tiny: Path) -> None:
+    failed(reflex("run", tiny, "-f", "/dev/zero"), 2, "/dev/zero", "256 MiB")
+
+
+def test_prompt_that_no_context_holds(tiny: Path) -> None:
+    failed(reflex("run", tiny, stdin=b"a" * 20_000_000), 7, "context")
+
+
+def test_a_prompt_that_fills_the_context_leaves_no_room(tiny: Path) -> None:
+    ids = reflex("tokenize", tiny, "Hello").stdout.split()
+    result = reflex("run", tiny, "Hello", "-c", len(ids))
+    assert (result.returncode, result.stdout) == (0, b"")
+    assert b"is full" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["--version", "--help", "tokenize", "inspect"])
+def test_every_command_notices_a_full_disk(tiny: Path, command: str) -> None:
+    arguments = [command] if command.startswith("-") else [command, str(tiny)]
+    with open("/dev/full", "wb") as full:
+        result = subprocess.run(
+            [*COMMAND, *arguments],
+            input=b"Hello",
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            cwd=ROOT,
+            check=False,
+        )
+    assert (result.returncode, result.stderr[:8]) == (11, b"reflex: ")
+
+
+def test_stdin_closed_or_not_ready(tiny: Path) -> None:
+    closed = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&-', "sh", *COMMAND, "run", str(tiny), "-n", "2"],
+        capture_output=True,
+        timeout=60,
+        cwd=ROOT,
+        check=False,
+    )
+    failed(closed, 2, "empty")
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    process = subprocess.Popen(
+        [*COMMAND, "run", str(tiny), "-n", "2"], stdin=read, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    )
+    os.close(read)
+    time.sleep(0.5)
+    os.write(write, b"Hello")
+    os.close(write)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, b"")
+    assert out == reflex("run", tiny, "Hello", "-n", "2").stdout
+
+
+def test_exit_code_without_a_stderr() -> None:
+    result = subprocess.run(
+        ["sh", "-c", 'exec "$@" 2>&-', "sh", *COMMAND, "run", "/nowhere.gguf", "Hello"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        timeout=60,
+        cwd=ROOT,
+        check=False,
+    )
+    assert (result.returncode, result.stdout) == (3, b"")
+
+
+def test_no_escape_reaches_the_terminal(tiny: Path) -> None:
+    result = reflex("run", "a\x1b[31m\nb", "Hello")
+    failed(result, 2, "\\x1b[31m\\n")
+    assert b"\x1b" not in result.stderr and result.stderr.count(b"\n") == 1
+
+
+@pytest.mark.model
+def test_deadline_holds_while_the_model_loads(smollm2: Path) -> None:
+    began = time.monotonic()
+    failed(reflex("run", smollm2, "Hello", "--deadline", "1"), 124, "deadline")
+    assert time.monotonic() - began < 30
+
+
+def test_bytes_that_no_token_has_are_reported(tmp_path: Path) -> None:
+    """SmolLM2's vocabulary lacks the byte 0x04."""
+    result = reflex("tokenize", "smollm2", "a\x04b")
+    assert result.returncode == 0
+    assert b"0x04" in result.stderr or b"4" in result.stderr
+
+
+def test_the_launcher_runs_a_model_by_path(tiny: Path) -> None:
+    """`bin/reflex` of this tree: isolated, without `site` until something needs an installed package."""
+    launcher = ROOT / "bin" / "reflex"
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    result = subprocess.run(
+        [launcher, "run", str(tiny), "Hello", "-n", "5"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=60,
+        env=environment,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == reflex("run", tiny, "Hello", "-n", "5").stdout
+
+
+def test_exit_codes_are_those_of_the_readme() -> None:
+    import re
+
+    from reflex_ipc import errors
+
+    text = (ROOT / "README.md").read_text()
+    section = text[text.index("## Exit codes") : text.index("## Platforms")]
+    documented = {
+        int(code) for cell in re.findall(r"\| ([\d, ]+) \|", section) for code in cell.split(", ") if code.strip()
+    }
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.ReflexError)]
+    assert {kind.exit_code for kind in kinds} | {0, errors.EXIT_BELOW_CONFIDENCE, 130, 141, 143} == documented
 
 
 def test_empty_stdin(tiny: Path) -> None:

@@ -17,6 +17,7 @@ from reflex_ipc.sampler import Sampled, Sampler
 
 Array = npt.NDArray[np.float32]
 
+_MOST_THREADS = 1024
 _HEAD_ROWS = 32
 """Rows whose logits are held at once when scoring."""
 
@@ -37,8 +38,8 @@ class ReferenceExecutor:
         self.n_ctx = n_ctx
         self._path = gguf.path
         self._check(memory.estimate(plan, min(n_ctx, memory.CONTEXT_STEP)))
-        if threads is not None and threads < 1:
-            raise InvalidRequestError(f"threads is {threads}; at least 1 is needed")
+        if threads is not None and not 1 <= threads <= _MOST_THREADS:
+            raise InvalidRequestError(f"threads is {threads}; it must be between 1 and {_MOST_THREADS}", "threads")
         n_threads = threads or usable_cpus()
         if threads is not None or n_threads < len(os.sched_getaffinity(0)):
             from threadpoolctl import threadpool_limits
@@ -96,6 +97,8 @@ class ReferenceExecutor:
 
     def _run(self, step: Step) -> Run:
         """Everything up to the selection of rows; the state moves on."""
+        # Broken weights give infinities and NaN, which the sampler refuses by name; NumPy's warnings help nobody.
+        np.seterr(all="ignore")
         run = Run(step, self._weights, self._states)
         for op, dead in zip(self._body, self._dead, strict=True):
             run.values[op.out.name] = FUNCTIONS[type(op)](op, run)

@@ -89,7 +89,7 @@ def rms_norm(op: plan.RmsNorm, run: Run) -> Array:
 
 
 def linear(op: plan.Linear, run: Run) -> Array:
-    out: Array = run[op.x] @ run.weights[op.weight].reshape(op.out.width, op.x.width).T
+    out: Array = run[op.x] @ run.weights[op.weight].T
     if op.bias is not None:
         out += run.weights[op.bias]
     return out

@@ -71,14 +71,18 @@ class Weights:
                 with lock:
                     done += tensor.nbytes
 
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(max(1, n_threads))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(0.1)
-                if progress is not None:
-                    progress(done, total)
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(n_threads, len(tensors)))]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(0.1)
+                    if progress is not None:
+                        progress(done, total)
+        except BaseException as error:
+            failures.append(error)  # the other threads stop at their next tensor
+            raise
         if failures:
             raise failures[0]
 

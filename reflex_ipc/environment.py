@@ -23,14 +23,31 @@ def usable_cpus() -> int:
     import os
 
     cpus = len(os.sched_getaffinity(0))
-    try:
-        with open("/sys/fs/cgroup/cpu.max") as file:
-            quota, period = file.read().split()
-        if quota != "max":
+    for line in control_groups("cpu.max"):
+        quota, _, period = line.partition(" ")
+        if quota.isdecimal() and period.isdecimal() and int(period):
             cpus = min(cpus, max(1, -(-int(quota) // int(period))))
-    except (OSError, ValueError):
-        pass  # no control group, or one without a quota
     return cpus
+
+
+def control_groups(name: str) -> list[str]:
+    """What the file `name` holds in the control group of this process and in each above it; where a group has no such
+    file, "". Version 2 of control groups only."""
+    try:
+        with open("/proc/self/cgroup") as file:
+            path = next(line[3:].strip() for line in file if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return []
+    values = []
+    while True:
+        try:
+            with open(f"/sys/fs/cgroup{path.rstrip('/')}/{name}") as file:
+                values.append(file.read().strip())
+        except OSError:
+            values.append("")
+        if path in ("", "/"):
+            return values
+        path = path.rpartition("/")[0]
 
 
 def model_path(model: str) -> str:

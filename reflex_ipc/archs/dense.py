@@ -1,7 +1,22 @@
-"""The two halves of a dense transformer layer, which llama, qwen2 and qwen3 share."""
+"""The dense transformer that llama, qwen2 and qwen3 are, and its two halves, which other families share."""
 
+from reflex_ipc.archs import hparams
 from reflex_ipc.archs.hparams import Hparams
-from reflex_ipc.plan import Builder, Value
+from reflex_ipc.plan import Builder, Plan, Value
+
+
+def model(
+    b: Builder, rope_style: str, *, qk_norm: bool = False, factors: str | None = None, ignore: tuple[str, ...] = ()
+) -> Plan:
+    """`factors` names a weight of divisors of the rotation's angles, where the file has it."""
+    h = hparams.read(b.gguf, b.arch, rope_style)
+    divisors = b.weight(factors, h.rope.n_rot // 2) if factors is not None and b.has(factors) else None
+    x = b.embed(h.n_embd, h.n_vocab)
+    for _ in b.layers(h.n_layer):
+        x = attention(b, h, x, qk_norm=qk_norm, factors=divisors)
+        x = ffn(b, h, x)
+    logits = b.head(x, h.n_vocab, h.eps)
+    return b.plan(logits, n_layer=h.n_layer, n_ctx_train=h.n_ctx_train, ignore=ignore)
 
 
 def attention(b: Builder, h: Hparams, x: Value, *, qk_norm: bool = False, factors: str | None = None) -> Value:

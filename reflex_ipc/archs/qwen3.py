@@ -1,14 +1,9 @@
 """qwen3, dense: every head of q and k is normalised before its rotation, and heads * head_dim need not be n_embd."""
 
-from reflex_ipc.archs import dense, hparams
+from reflex_ipc.archs import dense
 from reflex_ipc.plan import Builder, Plan
 
 
 def build(b: Builder) -> Plan:
-    h = hparams.read(b.gguf, b.arch, rope_style="neox")
-    x = b.embed(h.n_embd, h.n_vocab)
-    for _ in b.layers(h.n_layer):
-        x = dense.attention(b, h, x, qk_norm=True)
-        x = dense.ffn(b, h, x)
-    logits = b.head(x, h.n_vocab, h.eps)
-    return b.plan(logits, n_layer=h.n_layer, n_ctx_train=h.n_ctx_train, ignore=("cls.output.",))
+    # Rerankers carry a classifier beside the output matrix.
+    return dense.model(b, "neox", qk_norm=True, ignore=("cls.output.",))

@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from reflex_ipc.plan import PREFILL_CHUNK, Attention, Plan
+from reflex_ipc.environment import control_groups
+from reflex_ipc.plan import PREFILL_CHUNK, Attention, LatentAttention, Plan
 
 # Interpreter, NumPy and BLAS, the vocabulary, and reading buffers; measured with the demo model.
 _BASE = 160 << 20
@@ -38,10 +39,10 @@ def estimate(plan: Plan, n_ctx: int, n_step: int = PREFILL_CHUNK) -> Need:
     """What the reference executor needs at a context of `n_ctx` tokens, in steps of at most `n_step`."""
     per_token, fixed = plan.state_elements()
     n_step = min(n_ctx, n_step)
-    # Scores of one group of heads, before, masked and after the softmax's exponential.
-    scores = max(
-        (3 * n_step * (op.n_head // op.n_head_kv) * n_ctx for op in plan.ops if isinstance(op, Attention)), default=0
-    )
+    # Scores of one group of heads, or of one head, before, masked and after the softmax's exponential.
+    groups = [op.n_head // op.n_head_kv for op in plan.ops if isinstance(op, Attention)]
+    groups += [1 for op in plan.ops if isinstance(op, LatentAttention)]
+    scores = 3 * n_step * n_ctx * max(groups, default=0)
     return Need(
         weights=4 * sum(t.n_elements for t in plan.resident()),
         cache=4 * (per_token * n_ctx + fixed),
@@ -57,11 +58,9 @@ def available() -> int | None:
             for line in file:
                 if line.startswith("MemAvailable:"):
                     limits.append(int(line.split()[1]) * 1024)
-        with open("/sys/fs/cgroup/memory.max") as file:
-            limit = file.read().strip()
-        if limit != "max":
-            with open("/sys/fs/cgroup/memory.current") as file:
-                limits.append(int(limit) - int(file.read()))
     except (OSError, ValueError):
-        pass  # no such file in this kernel or container: what was found until here counts
+        pass  # no such file in this container: what was found until here counts
+    for limit, used in zip(control_groups("memory.max"), control_groups("memory.current"), strict=False):
+        if limit.isdecimal() and used.isdecimal():
+            limits.append(int(limit) - int(used))
     return min(limits, default=None)

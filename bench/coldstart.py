@@ -166,7 +166,8 @@ def cells(
     ready: Sequence[tuple[Contender, dict[str, str]]], model: str, prompt_tokens: Sequence[int], variant: int = 0
 ) -> list[Cell]:
     """Every contender with every prompt; one where the prompt makes no difference."""
-    prompts = {n: contenders.prompt(model, n, variant) for n in prompt_tokens}
+    needed = any(contender.prompt for contender, _ in ready)
+    prompts = {n: contenders.prompt(model, n, variant) for n in prompt_tokens if needed}
     found = []
     for contender, fields in ready:
         texts: list[tuple[int | None, str]] = [*prompts.items()] if contender.prompt else [(None, "")]
@@ -213,7 +214,9 @@ def rounds(
             began = time.monotonic()
             if began + longest > until:
                 break
-            turn = number % len(active) if active else 0
+            if not active:
+                break
+            turn = number % len(active)
             for cell in active[turn:] + active[:turn]:
                 model = cell.fields["model"]
                 (measure.make_cold if cache == "cold" else measure.make_warm)(model)

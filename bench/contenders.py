@@ -107,9 +107,13 @@ def prompt(model: str | os.PathLike[str], n_tokens: int, variant: int = 0) -> st
     Each `variant` begins with another word: random weights may answer one prompt with a token that has no text.
     """
     sys.path.insert(0, str(ROOT))
+    from reflex_ipc.errors import ReflexError
     from reflex_ipc.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.from_gguf(os.fspath(model))
+    try:
+        tokenizer = Tokenizer.from_gguf(os.fspath(model))
+    except ReflexError as error:
+        raise MeasurementError(str(error)) from None
     words: list[str] = []
     while (n := len(tokenizer.encode(" ".join(words)))) < n_tokens or not words:
         words.append(_WORDS[(variant + len(words)) % len(_WORDS)])

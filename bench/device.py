@@ -86,6 +86,7 @@ class Session:
         """In a process of its own: this one must not have the driver open."""
         tool, out = ROOT / "bench" / "warm.py", self.out / f"warm-{name}.json"
         options = ["--out", str(out), "--backend", "cuda", "--prefill", "512", "--depths", "128", "--repeat", "3"]
+        options += ["--sha256", self.entries[model.name]["sha256"]]
         command = [sys.executable, str(tool), str(model), *options]
         result = subprocess.run(command, capture_output=True, text=True, timeout=max(self.left(), 5))
         if result.returncode:
@@ -185,7 +186,7 @@ def main() -> int:
         return 1
     small = [name for name in files if session.entries[files[name].name]["bytes"] < LARGE]
     run(session, parts, files, small, ready)
-    for text in session.texts:
+    for text in filter(None, session.texts):
         print(f"\n{text}")
     for each in dict.fromkeys((e["contender"], e["why"]) for e in session.absent):
         print(f"not run: {each[0]}: {each[1]}")

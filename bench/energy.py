@@ -140,7 +140,7 @@ def _row(
         "contender": cell.contender.name,
         "prompt_tokens": cell.prompt_tokens,
         "n": batch.n,
-        "seconds": batch.end.at - batch.begin.at,
+        "batch_s": batch.end.at - batch.begin.at,
         "joules": batch.end.joules - batch.begin.joules,
         "counter_interval_s": interval_s,
         "idle_before_w": idle_before_w,
@@ -157,7 +157,7 @@ def render(rows: Sequence[Mapping[str, Any]]) -> str:
         net = "below resolution" if row["net_j"] is None else f"{row['net_j']:.1f}"
         idle = (row["idle_before_w"] + row["idle_after_w"]) / 2
         gross = [f"{row['gross_j']:.1f}", f"{row['gross_error_j']:.1f}"]
-        wall = row["seconds"] / row["n"] * 1e3
+        wall = row["batch_s"] / row["n"] * 1e3
         body.append([name, str(row["n"]), f"{idle:.1f}", *gross, net, f"{row['net_error_j']:.1f}", f"{wall:.0f}"])
     return measure.table(head, body)
 

@@ -1,6 +1,7 @@
 """What every measurement here shares: statistics, the page cache, where it ran, and the JSON it becomes."""
 
 import ctypes
+import functools
 import hashlib
 import json
 import mmap
@@ -43,13 +44,13 @@ def summary(runs: Sequence[float]) -> Summary:
 def rank_test(before: Sequence[float], after: Sequence[float]) -> float:
     """One-sided p of the Mann-Whitney test: how likely ranks this high are for `after` if nothing changed.
 
-    Exact where there are at most 8 runs a side and no ties, else the normal approximation with ties and continuity
-    corrected for.
+    Exact where no two runs are equal and there are at most 40 a side, else the normal approximation with ties and
+    continuity corrected for.
     """
     m, n = len(before), len(after)
     u = sum((a > b) + 0.5 * (a == b) for a in after for b in before)
     ties = [list(before).count(x) + list(after).count(x) for x in {*before, *after}]
-    if max(m, n) <= 8 and max(ties) == 1:
+    if max(m, n) <= 40 and max(ties) == 1:
         counts = _rank_sums(m, n)
         return sum(counts[int(u) :]) / sum(counts)
     total = m + n
@@ -59,6 +60,7 @@ def rank_test(before: Sequence[float], after: Sequence[float]) -> float:
     return 1 - NormalDist().cdf((u - m * n / 2 - 0.5) / variance**0.5)
 
 
+@functools.cache
 def _rank_sums(m: int, n: int) -> list[int]:
     """For every U from 0 to m * n, how many of the orders of m and n runs have it."""
     rows = [[1] for _ in range(n + 1)]  # of 0 runs before

@@ -14,6 +14,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def vllm(model: str, prompt: str, context: str) -> None:
 
 def transformers(model: str, prompt: str) -> None:
     """A folder of safetensors, or a GGUF file, which it dequantises as it loads."""
-    import torch
+    import torch  # type: ignore[import-not-found,unused-ignore]
     from transformers import (  # type: ignore[import-not-found,unused-ignore]
         AutoModelForCausalLM,
         AutoTokenizer,
@@ -106,7 +107,12 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
+_ENGINES: dict[str, Callable[..., None]] = {
+    "ollama": ollama,
+    "ollama-import": ollama_import,
+    "vllm": vllm,
+    "transformers": transformers,
+}
+
 if __name__ == "__main__":
-    {"ollama": ollama, "ollama-import": ollama_import, "vllm": vllm, "transformers": transformers}[sys.argv[1]](
-        *sys.argv[2:]
-    )
+    _ENGINES[sys.argv[1]](*sys.argv[2:])

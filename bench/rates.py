@@ -64,7 +64,7 @@ def _result(by: str, copy: float, read: float, host: float, product: float) -> d
 
 
 def _torch() -> dict[str, Any]:
-    import torch
+    import torch  # type: ignore[import-not-found,unused-ignore]
 
     if not torch.cuda.is_available():
         raise ImportError
@@ -77,7 +77,7 @@ def _torch() -> dict[str, Any]:
 
 
 def _cupy() -> dict[str, Any]:
-    import cupy
+    import cupy  # type: ignore[import-not-found,unused-ignore]
     import numpy as np
 
     a = cupy.ones(READ // 4, dtype=cupy.float32)

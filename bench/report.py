@@ -177,7 +177,7 @@ def _energy(rows: Sequence[Row], pictures: dict[str, str]) -> str:
             label = row["contender"] + (f", {row['prompt_tokens']} tokens" if row["prompt_tokens"] else "")
             gross = f"{row['gross_j']:.1f} ± {row['gross_error_j']:.1f}"
             idle = f"{row['idle_before_w']:.1f}, {row['idle_after_w']:.1f}"
-            wall = f"{row['seconds'] / row['n'] * 1e3:.0f}"
+            wall = f"{row['batch_s'] / row['n'] * 1e3:.0f}"
             body.append([model, label, str(row["n"]), gross, net, idle, wall])
             bars.append(svg.Bar(label, row["gross_j"], svg.FLOOR if row["contender"] == FLOOR else svg.COLOURS[i]))
         groups.append(svg.Group(model, bars))

@@ -155,6 +155,7 @@ def main() -> int:
     parser.add_argument("--score", type=int, nargs="*", default=(512,), metavar="N", help="prompt lengths")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--llama-bench", metavar="PATH")
+    parser.add_argument("--sha256", metavar="DIGEST", help="of the model file, where it is known already")
     options = parser.parse_args()
     longest = max([*options.prefill, *(d + options.decode_tokens for d in options.depths), *options.score], default=1)
     with Engine.open(options.model, backend=options.backend, context=longest + 64) as engine:
@@ -170,7 +171,7 @@ def main() -> int:
         absent.append({"contender": "llama-bench", "why": "not given (--llama-bench PATH)"})
     found = rates() if backend == "cuda" else None
     content = {
-        "models": [measure.model_entry(options.model)],
+        "models": [measure.model_entry(options.model, options.sha256)],
         "backend": backend,
         "rates": found,
         "rows": rows,

@@ -1,0 +1,314 @@
+"""Launch to first token of whole processes, timed from outside.
+
+    python bench/coldstart.py MODEL.gguf --out results/coldstart.json
+    python bench/coldstart.py MODEL.gguf --state idle --prompt-tokens 5 512 --binary llama-completion=/path/to/it
+
+Three states of the driver, never mixed (what it costs to bring it up depends on them):
+    idle          nothing has used the GPU for seconds: a cron job, the first request of the day
+    back-to-back  another start has just ended
+    held          a process keeps the driver initialised (bench/hold.py)
+and two of the page cache: warm (all of the model file is in memory) and cold (none of it is; interpreter and libraries
+stay). Before every start it is seen to that both are so. Contenders are interleaved, each round in another order, and
+the first round is not counted. The clock starts before the process is made and stops at the first byte of the first
+token, and again when the process is gone.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import contenders
+import measure
+from contenders import FLOOR, Contender
+from measure import ROOT, MeasurementError, summary
+
+
+class State(NamedTuple):
+    gap_s: float  # before each start
+    held: bool
+
+
+STATES = {"idle": State(5.0, False), "back-to-back": State(0.0, False), "held": State(0.0, True)}
+CACHES = ("warm", "cold")
+DRIVER = "/dev/nvidia-uvm"  # open in every process that has initialised the driver
+LIMIT_S = 600.0  # for one start
+
+
+class Run(NamedTuple):
+    first_ms: float
+    exit_ms: float
+    output: bytes  # what came after the echo
+
+
+class Failed(MeasurementError):
+    """A start that gave no token."""
+
+
+class Silent(Failed):
+    """It ended well, but without a byte of output: the token has no text."""
+
+
+def start(argv: Sequence[str], env: Mapping[str, str], echo: int = 0, limit_s: float = LIMIT_S) -> Run:
+    """One process, from launch to its end. `echo`: bytes of output that are not yet the answer. Failed says why a start
+    does not count."""
+    with tempfile.TemporaryFile() as errors:
+        began = time.clock_gettime(time.CLOCK_MONOTONIC)
+        try:
+            process = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=env, bufsize=0
+            )
+        except OSError as error:
+            raise Failed(f"{argv[0]} does not start: {error.strerror}") from None
+        timer = threading.Timer(limit_s, process.kill)
+        timer.start()
+        try:
+            assert process.stdout is not None
+            output, first = b"", 0.0
+            while piece := os.read(process.stdout.fileno(), 1 << 16):
+                output += piece
+                if not first and len(output) > echo:
+                    first = time.clock_gettime(time.CLOCK_MONOTONIC)
+            process.wait()
+            ended = time.clock_gettime(time.CLOCK_MONOTONIC)
+        finally:
+            timer.cancel()
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+        errors.seek(0)
+        said = errors.read().decode(errors="replace").strip().splitlines()[-1:]
+    if process.returncode:
+        raise Failed(f"exit code {process.returncode}: {' '.join(said) or 'nothing on stderr'}")
+    if not first:
+        raise Silent("it ended without a byte of output" + (f": {said[0]}" if said else ""))
+    return Run((first - began) * 1e3, (ended - began) * 1e3, output[echo:])
+
+
+def users(device: str = DRIVER, proc: str = "/proc") -> dict[int, str]:
+    """Process -> name, of those that have a device open."""
+    found = {}
+    for entry in os.listdir(proc):
+        if not entry.isdigit():
+            continue
+        try:
+            links = [os.readlink(f"{proc}/{entry}/fd/{fd}") for fd in os.listdir(f"{proc}/{entry}/fd")]
+            if device in links:
+                found[int(entry)] = Path(f"{proc}/{entry}/comm").read_text().strip()
+        except OSError:
+            pass  # it ended, or belongs to somebody else
+    return found
+
+
+@contextmanager
+def in_state(name: str, holder: Sequence[str] | None = None, device: str = DRIVER) -> Iterator[Callable[[], None]]:
+    """Bring a state about. What is yielded is called before each start: it waits as long as the state asks for and
+    raises MeasurementError where the state is not what it is called."""
+    state = STATES[name]
+    process: subprocess.Popen[bytes] | None = None
+
+    def others() -> dict[int, str]:
+        return {pid: comm for pid, comm in users(device).items() if process is None or pid != process.pid}
+
+    def before() -> None:
+        if process is not None and process.poll() is not None:
+            raise MeasurementError(f"the process that holds the driver ended with {process.returncode}")
+        if found := others():
+            raise MeasurementError(f"state {name}: other processes have the driver open: {found}")
+        time.sleep(state.gap_s)
+
+    if found := others():
+        raise MeasurementError(f"state {name}: other processes have the driver open: {found}")
+    if state.held:
+        command = holder or [sys.executable, "-I", "-S", str(ROOT / "bench" / "hold.py")]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+        assert process.stdout is not None
+        if process.stdout.readline() != b"holding\n":
+            process.kill()
+            process.wait()
+            raise MeasurementError("state held: the driver could not be initialised")
+    try:
+        yield before
+    finally:
+        if process is not None:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+class Cell(NamedTuple):
+    """One row to be: a contender and what fills its command."""
+
+    contender: Contender
+    fields: dict[str, str]
+    prompt_tokens: int | None
+
+    def launch(self) -> Run:
+        echo = len(self.fields["prompt"].encode()) if self.contender.echo else 0
+        return start(self.contender.argv(self.fields), self.contender.environment(), echo)
+
+    @property
+    def label(self) -> str:
+        name = self.contender.name
+        return name if self.prompt_tokens is None else f"{name}, {self.prompt_tokens} tokens"
+
+
+def cells(
+    ready: Sequence[tuple[Contender, dict[str, str]]], model: str, prompt_tokens: Sequence[int], variant: int = 0
+) -> list[Cell]:
+    """Every contender with every prompt; one where the prompt makes no difference."""
+    needed = any(contender.prompt for contender, _ in ready)
+    prompts = {n: contenders.prompt(model, n, variant) for n in prompt_tokens if needed}
+    found = []
+    for contender, fields in ready:
+        texts: list[tuple[int | None, str]] = [*prompts.items()] if contender.prompt else [(None, "")]
+        for n, text in texts:
+            more = {"model": os.path.abspath(model), "prompt": text, "context": str(max(prompt_tokens) + 16)}
+            found.append(Cell(contender, {**fields, **more}, n))
+    return found
+
+
+def prepare(found: Sequence[Cell], absent: list[dict[str, str]]) -> list[Cell]:
+    """Run what contenders want run once; those where it fails are moved to `absent`."""
+    done: dict[str, str | None] = {}
+    for cell in found:
+        contender = cell.contender
+        if contender.name not in done and contender.prepare:
+            command = contender.argv(cell.fields, contender.prepare)
+            result = subprocess.run(command, env=contender.environment(), capture_output=True, text=True)
+            done[contender.name] = result.stderr.strip()[-300:] if result.returncode else None
+            if result.returncode:
+                absent.append({"contender": contender.name, "why": f"prepare failed: {done[contender.name]}"})
+    return [cell for cell in found if done.get(cell.contender.name) is None]
+
+
+def rounds(
+    found: Sequence[Cell],
+    state: str,
+    cache: str,
+    n: int,
+    absent: list[dict[str, str]],
+    *,
+    discard: bool = True,
+    until: float = float("inf"),
+    holder: Sequence[str] | None = None,
+) -> list[dict[str, Any]]:
+    """`n` starts of each cell, interleaved, in one state; a row each. Who fails is moved to `absent` with the reason.
+
+    Ends after a whole round when the next would go beyond `until` (CLOCK_MONOTONIC): a row's `n` says what was done.
+    """
+    active = list(found)
+    runs: dict[int, list[Run]] = {id(cell): [] for cell in found}
+    with in_state(state, holder) as before:
+        longest = 0.0
+        for number in range(-1 if discard else 0, n):
+            began = time.monotonic()
+            if began + longest > until:
+                break
+            if not active:
+                break
+            turn = number % len(active)
+            for cell in active[turn:] + active[:turn]:
+                model = cell.fields["model"]
+                (measure.make_cold if cache == "cold" else measure.make_warm)(model)
+                before()
+                try:
+                    run = cell.launch()
+                except Failed as failure:
+                    absent.append({"contender": cell.label, "why": f"{state}, {cache} cache: {failure}"})
+                    active.remove(cell)
+                    continue
+                if number >= 0:
+                    runs[id(cell)].append(run)
+            longest = max(longest, time.monotonic() - began)
+    return [_row(cell, state, cache, runs[id(cell)]) for cell in active if runs[id(cell)]]
+
+
+def _row(cell: Cell, state: str, cache: str, runs: Sequence[Run]) -> dict[str, Any]:
+    return {
+        "state": state,
+        "cache": cache,
+        "model": os.path.basename(cell.fields["model"]),
+        "contender": cell.contender.name,
+        "prompt_tokens": cell.prompt_tokens,
+        "command": [word if len(word) < 200 else word[:60] + "…" for word in cell.contender.argv(cell.fields)],
+        "env": dict(cell.contender.env),
+        "n": len(runs),
+        "first_ms": [round(run.first_ms, 3) for run in runs],
+        "exit_ms": [round(run.exit_ms, 3) for run in runs],
+        "output": runs[-1].output.decode(errors="replace")[:80],
+    }
+
+
+def floors(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], float]:
+    """(state, cache, model) -> the floor's median."""
+    return {
+        (row["state"], row["cache"], row["model"]): summary(row["first_ms"]).median
+        for row in rows
+        if row["contender"] == FLOOR
+    }
+
+
+def render(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as text, a table for each state, cache and model."""
+    lines, floor = [], floors(rows)
+    for case in dict.fromkeys((row["state"], row["cache"], row["model"]) for row in rows):
+        body = []
+        for row in rows:
+            if (row["state"], row["cache"], row["model"]) == case:
+                s, ended = summary(row["first_ms"]), summary(row["exit_ms"])
+                name = row["contender"] + (f", {row['prompt_tokens']} tokens" if row["prompt_tokens"] else "")
+                ratio = f"{s.median / floor[case]:.2f}" if case in floor else "-"
+                figures = (f"{x:.1f}" for x in (s.min, s.median, s.p90, ended.median))
+                body.append([name, str(s.n), *figures, ratio])
+        head = [f"{case[2]}, {case[0]}, {case[1]} cache", "n", "min", "median", "p90", "exit", "x floor"]
+        lines.append(measure.table(head, body))
+    return "\n\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Launch to first token, whole processes.")
+    parser.add_argument("models", nargs="+", metavar="MODEL")
+    parser.add_argument("--out", type=Path, required=True, help="the JSON")
+    parser.add_argument("--state", action="append", choices=STATES, help="repeatable; all by default")
+    parser.add_argument("--cache", action="append", choices=CACHES, help="repeatable; warm by default")
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[5], metavar="N")
+    parser.add_argument("-n", type=int, default=20, help="starts that count, of each (20)")
+    parser.add_argument("--contenders", type=Path, default=contenders.FILE, metavar="TOML")
+    parser.add_argument("--only", action="append", metavar="NAME", help="contenders, repeatable; all by default")
+    parser.add_argument("--binary", action="append", default=[], metavar="NAME=PATH")
+    options = parser.parse_args()
+    try:
+        named = contenders.read(options.contenders)
+        if options.only:
+            named = [contender for contender in named if contender.name in options.only]
+        binaries = dict(pair.split("=", 1) for pair in options.binary)
+        ready, absent = contenders.locate(named, binaries, ROOT / "build" / "bench")
+        rows: list[dict[str, Any]] = []
+        for model in options.models:
+            found = prepare(cells(ready, model, options.prompt_tokens), absent)
+            for cache in options.cache or ["warm"]:
+                for state in options.state or STATES:
+                    rows += rounds(found, state, cache, options.n, absent)
+    except MeasurementError as error:
+        sys.stderr.write(f"coldstart: {error}\n")
+        return 1
+    models = [measure.model_entry(model) for model in options.models]
+    measure.save(options.out, measure.document("coldstart", {"models": models, "rows": rows, "not_run": absent}))
+    print(render(rows))
+    for each in absent:
+        print(f"not run: {each['contender']}: {each['why']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""Keeps the driver initialised for the processes that start meanwhile: the `held` state of bench/coldstart.py.
+
+`python bench/hold.py` calls cuInit, prints "holding" and sleeps. No context, no memory beyond what the driver takes, no
+work: while it lives, other processes start the driver faster.
+"""
+
+import ctypes
+import signal
+import sys
+
+
+def main() -> int:
+    library = sys.argv[1] if len(sys.argv) > 1 else "libcuda.so.1"
+    try:
+        code = ctypes.CDLL(library).cuInit(0)
+    except OSError as error:
+        sys.stderr.write(f"hold: {error}\n")
+        return 1
+    if code:
+        sys.stderr.write(f"hold: cuInit failed: error {code}\n")
+        return 1
+    sys.stdout.write("holding\n")
+    sys.stdout.flush()
+    signal.pause()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

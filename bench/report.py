@@ -1,0 +1,261 @@
+"""Results as a page: docs/benchmarks.md with its tables, and the plots beside it.
+
+    python bench/report.py                         docs/benchmarks/*.json -> docs/benchmarks.md, docs/benchmarks/*.svg
+    python bench/report.py RESULTS --out PAGE.md
+
+All results of a page come from one machine and one state of the sources; others are refused.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import coldstart
+import compare
+import svg
+from contenders import FLOOR
+from measure import ROOT, MeasurementError, summary
+from rates import shares
+
+Row = Mapping[str, Any]
+_STATES = {
+    "idle": "nothing has used the GPU for 5 seconds: a cron job, the first request of the day",
+    "back-to-back": "another start has just ended",
+    "held": "a process keeps the driver initialised",
+}
+_CACHES = {"warm": "all of the model file in memory", "cold": "none of the model file in memory"}
+
+
+def page(documents: Sequence[Mapping[str, Any]], plots: str) -> tuple[str, dict[str, str]]:
+    """(the page, plots by file name). `plots` is the folder the page finds them in."""
+    _one_origin(documents)
+    compare.by_key(documents)  # refuses doubles
+    rows = {kind: [r for d in documents if d["kind"] == kind for r in d["rows"]] for kind in ("coldstart", "energy")}
+    pictures: dict[str, str] = {}
+    parts = [
+        "# Benchmarks\n\nMade by `make bench-report` from the JSON files in `docs/benchmarks/`, which hold every run. "
+        "The instruments are in `bench/`; the head of each says what it measures and how.",
+        _origin(documents),
+    ]
+    if rows["coldstart"]:
+        parts.append(_coldstart(rows["coldstart"], pictures))
+        parts.append(_curves(rows["coldstart"], _sizes(documents), pictures))
+    if rows["energy"]:
+        parts.append(_energy(rows["energy"], pictures))
+    parts += [_warm(document) for document in documents if document["kind"] == "warm"]
+    parts.append(_not_run(documents))
+    parts.append(_repeat(documents))
+    text = "\n\n".join(part for part in parts if part) + "\n"
+    return text.replace("(plot:", f"({plots}/"), pictures
+
+
+def _one_origin(documents: Sequence[Mapping[str, Any]]) -> None:
+    for what, of in (
+        ("machines", lambda d: (d["machine"]["gpu"], d["machine"]["cpu"])),
+        ("states of the sources", lambda d: d["source"]["sources_sha256"]),
+    ):
+        if any(of(document) != of(documents[0]) for document in documents):
+            raise MeasurementError(f"the results are of different {what}; a page has one")
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    align = ["---", *("---:" for _ in head[1:])]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, align, *rows))
+
+
+def _origin(documents: Sequence[Mapping[str, Any]]) -> str:
+    machine, source = documents[0]["machine"], documents[0]["source"]
+    gpu = machine["gpu"] or {}
+    commit = source["commit"] or "not known (a copy without git)"
+    link = f"PCIe generation {gpu.get('pcie_generation')}, {gpu.get('pcie_width')} lanes"
+    environment = ", ".join(f"`{k}={v}`" for k, v in machine["driver_environment"].items()) or "none set"
+    facts = [
+        ("device", f"{gpu['name']}, driver {gpu['driver']}, CUDA {gpu['cuda']}, {link}" if gpu else "none"),
+        ("persistence mode", ("off", "on")[gpu["persistence"]] if gpu.get("persistence") in (0, 1) else "not known"),
+        ("host", f"{machine['cpu']}, {machine['cores']} cores, kernel {machine['kernel']}, Python {machine['python']}"),
+        ("driver's environment", environment),
+        ("commit", commit + (" and changes not committed" if source["changed"] else "")),
+        ("sources", f"`sha256 {source['sources_sha256'][:16]}` over reflex_ipc, kernels and bench"),
+        ("when", " to ".join(dict.fromkeys((min(d["when"] for d in documents), max(d["when"] for d in documents))))),
+    ]
+    models = {model["file"]: model for document in documents for model in document["models"]}
+    files = [(m["file"], f"{m['bytes'] / 1e9:.3f} GB", f"`{m['sha256']}`") for m in models.values()]
+    return (
+        "## Where and with what\n\n" + _table(("", ""), facts).replace("---:", "---") + "\n\n"
+        + _table(("model file", "size", "sha256"), files)
+    )  # fmt: skip
+
+
+def _coldstart(rows: Sequence[Row], pictures: dict[str, str]) -> str:
+    floor = coldstart.floors(rows)
+    parts = [
+        "## Cold start\n\nMilliseconds from launch to the first byte of the first token, whole processes timed from "
+        "outside, contenders interleaved. The floor is a C program that brings the driver up and copies the same file "
+        "to the device (`bench/floor.c`); nothing can be faster that does the same work."
+    ]
+    for state, cache in dict.fromkeys((row["state"], row["cache"]) for row in rows):
+        here = [row for row in rows if (row["state"], row["cache"]) == (state, cache)]
+        name = f"coldstart-{state}-{cache}.svg"
+        pictures[name] = _coldstart_plot(here, floor, f"Launch to first token, {state}, {cache} page cache")
+        body = []
+        for row in here:
+            s, ended = summary(row["first_ms"]), summary(row["exit_ms"])
+            base = floor.get((state, cache, row["model"]))
+            beyond = f"{s.median - base:+.1f} ms, {s.median / base:.2f}" if base else "-"
+            figures = [f"{x:.1f}" for x in (s.min, s.median, s.p90, ended.median)]
+            body.append([row["model"], row["contender"], str(row["prompt_tokens"] or "-"), str(s.n), *figures, beyond])
+        head = (
+            "model",
+            "contender",
+            "prompt tokens",
+            "n",
+            "min",
+            "median",
+            "p90",
+            "exit, median",
+            "beyond floor, ratio",
+        )
+        about = f"State *{state}*: {_STATES[state]}. Page cache {cache}: {_CACHES[cache]}."
+        parts.append(
+            f"### {state.capitalize()}, page cache {cache}\n\n{about}\n\n{_table(head, body)}\n\n![bars](plot:{name})"
+        )
+    return "\n\n".join(parts)
+
+
+def _coldstart_plot(rows: Sequence[Row], floor: Mapping[tuple[str, str, str], float], title: str) -> str:
+    names = [name for name in dict.fromkeys(row["contender"] for row in rows) if name != FLOOR]
+    groups = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        bars = []
+        for row in rows:
+            if row["model"] == model:
+                s, who = summary(row["first_ms"]), row["contender"]
+                label = who + (f", {row['prompt_tokens']} tokens" if row["prompt_tokens"] else "")
+                colour = svg.FLOOR if who == FLOOR else svg.COLOURS[names.index(who) % len(svg.COLOURS)]
+                bars.append(svg.Bar(label, s.median, colour, (s.min, s.p90)))
+        groups.append(svg.Group(model, bars, floor.get((rows[0]["state"], rows[0]["cache"], model))))
+    return svg.bars(title, "ms; bar: median, whisker: min to p90, dashes: floor", groups)
+
+
+def _sizes(documents: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    return {model["file"]: model["bytes"] for document in documents for model in document["models"]}
+
+
+def _curves(rows: Sequence[Row], sizes: Mapping[str, int], pictures: dict[str, str]) -> str:
+    """Over model size, for each state; over prompt length, for each model: where there are two points to join."""
+    parts = []
+    for state in dict.fromkeys(row["state"] for row in rows if row["cache"] == "warm"):
+        here = [row for row in rows if row["state"] == state and row["cache"] == "warm"]
+        by_size: dict[str, list[tuple[float, float]]] = {}
+        by_prompt: dict[str, list[tuple[float, float]]] = {}
+        for row in here:
+            median, tokens = summary(row["first_ms"]).median, row["prompt_tokens"]
+            label = row["contender"] + (f", {tokens} tokens" if tokens else "")
+            by_size.setdefault(label, []).append((sizes[row["model"]] / 1e9, median))
+            if tokens:
+                by_prompt.setdefault(f"{row['contender']}, {row['model']}", []).append((tokens, median))
+        for what, unit, series in (
+            ("size", "model file, GB", by_size),
+            ("prompt", "prompt, tokens", {k: v for k, v in by_prompt.items() if len(v) > 1}),
+        ):
+            if series and any(len(points) > 1 for points in series.values()):
+                name = f"first-token-over-{what}-{state}.svg"
+                pictures[name] = svg.lines(f"Time to first token, {state}", unit, "ms", series)
+                parts.append(f"![time to first token over {what}, {state}](plot:{name})")
+    return "### Over model size and prompt length\n\n" + "\n\n".join(parts) if parts else ""
+
+
+def _energy(rows: Sequence[Row], pictures: dict[str, str]) -> str:
+    body, groups = [], []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        here = [row for row in rows if row["model"] == model]
+        bars = []
+        for i, row in enumerate(here):
+            net = "below resolution" if row["net_j"] is None else f"{row['net_j']:.1f} ± {row['net_error_j']:.1f}"
+            label = row["contender"] + (f", {row['prompt_tokens']} tokens" if row["prompt_tokens"] else "")
+            gross = f"{row['gross_j']:.1f} ± {row['gross_error_j']:.1f}"
+            idle = f"{row['idle_before_w']:.1f}, {row['idle_after_w']:.1f}"
+            wall = f"{row['batch_s'] / row['n'] * 1e3:.0f}"
+            body.append([model, label, str(row["n"]), gross, net, idle, wall])
+            bars.append(svg.Bar(label, row["gross_j"], svg.FLOOR if row["contender"] == FLOOR else svg.COLOURS[i]))
+        groups.append(svg.Group(model, bars))
+    pictures["energy.svg"] = svg.bars("Energy of a start, gross", "J", groups)
+    head = ("model", "contender", "starts", "gross, J a start", "net, J a start", "idle before, after, W", "wall, ms")
+    return (
+        "## Energy\n\nThe device's total energy counter around a batch of starts, one after another, page cache warm. "
+        "Net is without what the idle device would have used in the same time.\n\n"
+        f"{_table(head, body)}\n\n![energy](plot:energy.svg)"
+    )
+
+
+def _warm(document: Mapping[str, Any]) -> str:
+    found, model = document["rates"], document["models"][0]["file"]
+    body = []
+    for row in document["rows"]:
+        s, share = summary(row["seconds"]), shares(row, found)
+        what = f"{row['what']} {row['tokens']}" + (f" at depth {row['depth']}" if "depth" in row else "")
+        moved = (
+            [f"{row['bytes'] / s.median / 1e9:.0f}", f"{row['flops'] / s.median / 1e12:.1f}"]
+            if "bytes" in row
+            else ["-"] * 2
+        )
+        percent = [f"{100 * share[k]:.1f}" if k in share else "-" for k in ("of_read", "of_copy", "of_bf16")]
+        body.append(
+            [what, row["engine"], str(s.n), f"{row['per_second']:.0f}", f"{s.median * 1e3:.2f}", *moved, *percent]
+        )
+    head = ("", "engine", "n", "a second", "ms, median", "GB/s", "TFLOP/s", "% of read", "% of copy", "% of bf16")
+    best = "The device's own rates were not measured."
+    if found:
+        best = (
+            f"Measured in the same run by {found['by']}: read {found['read_bytes_s'] / 1e12:.2f} TB/s, copy "
+            f"{found['copy_bytes_s'] / 1e12:.2f} TB/s (both ways), bf16 {found['bf16_flop_s'] / 1e12:.0f} TFLOP/s, "
+            f"host to device {found['host_to_device_bytes_s'] / 1e9:.1f} GB/s."
+        )
+    return f"## Loaded: {model}, backend {document['backend']}\n\n{best}\n\n{_table(head, body)}"
+
+
+def _not_run(documents: Sequence[Mapping[str, Any]]) -> str:
+    seen = dict.fromkeys((each["contender"], each["why"]) for document in documents for each in document["not_run"])
+    return "## Not run\n\n" + _table(("contender", "why"), seen).replace("---:", "---") if seen else ""
+
+
+def _repeat(documents: Sequence[Mapping[str, Any]]) -> str:
+    commands = dict.fromkeys("python " + " ".join(document["command"]) for document in documents)
+    flags = dict.fromkeys(
+        (row["contender"], " ".join([*(f"{k}={v}" for k, v in row["env"].items()), *row["command"]]))
+        for document in documents
+        if document["kind"] == "coldstart"
+        for row in document["rows"]
+    )
+    shown = "\n".join(f"- {name}: `{command}`" for name, command in dict(reversed(list(flags))).items())
+    return (
+        "## How to repeat it\n\nOn a machine with a GPU, a C compiler and nvcc, from a clone:\n\n```console\n"
+        + "\n".join(f"$ {command}" for command in commands)
+        + "\n$ make bench-report\n$ python bench/compare.py OLD NEW    # what got slower beyond noise\n```"
+        + (f"\n\nEach contender was started like this:\n\n{shown}" if shown else "")
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Results as a page.")
+    parser.add_argument("results", nargs="?", type=Path, default=ROOT / "docs" / "benchmarks")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks.md")
+    options = parser.parse_args()
+    plots = options.out.with_suffix("")
+    try:
+        text, pictures = page(compare.load(options.results), plots.name)
+    except MeasurementError as error:
+        sys.stderr.write(f"report: {error}\n")
+        return 1
+    plots.mkdir(parents=True, exist_ok=True)
+    for name, picture in pictures.items():
+        (plots / name).write_text(picture)
+    options.out.write_text(text)
+    print(f"{options.out} and {len(pictures)} plots")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Two kinds of plots as SVG text, readable on light and dark pages: bars, and lines over a logarithmic axis."""
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import NamedTuple
+
+COLOURS = ("#3b7dd8", "#d9822b", "#3c9d5c", "#b0498c", "#7a68c9", "#8a8a3a", "#c0504d", "#4f9aa8")
+INK = "#767676"  # readable on white and on black
+FLOOR = "#9a9a9a"
+FONT = 'font-family="sans-serif" font-size="13"'
+
+
+class Bar(NamedTuple):
+    label: str
+    value: float
+    colour: str
+    whisker: tuple[float, float] | None = None  # smallest and p90
+
+
+class Group(NamedTuple):
+    """Bars under one heading; `mark` is drawn as a line across them."""
+
+    label: str
+    bars: Sequence[Bar]
+    mark: float | None = None
+
+
+def bars(title: str, unit: str, groups: Sequence[Group]) -> str:
+    left, width, row, gap = 300, 620, 22, 34
+    top = max(max([b.value, *(b.whisker or ())]) for group in groups for b in group.bars)
+    step = _step(top)
+    scale = width / (math.ceil(top / step) * step)
+    y, body = 60, []
+    for group in groups:
+        body.append(_text(8, y, group.label, weight="bold"))
+        y += 10
+        begin = y
+        for bar in group.bars:
+            body.append(_text(left - 8, y + 15, bar.label, anchor="end"))
+            body.append(
+                f'<rect x="{left}" y="{y + 3}" width="{bar.value * scale:.1f}" height="15" fill="{bar.colour}"/>'
+            )
+            end = bar.value
+            if bar.whisker is not None:
+                low, high = (left + v * scale for v in bar.whisker)
+                end = max(end, bar.whisker[1])
+                body.append(_line(low, y + 10.5, high, y + 10.5))
+                body += [_line(x, y + 7, x, y + 14) for x in (low, high)]
+            body.append(_text(left + end * scale + 6, y + 15, f"{bar.value:.0f}" if top >= 20 else f"{bar.value:.1f}"))
+            y += row
+        if group.mark is not None:
+            x = left + group.mark * scale
+            body.append(
+                f'<line x1="{x:.1f}" y1="{begin}" x2="{x:.1f}" y2="{y}" stroke="{FLOOR}" stroke-dasharray="4 3"/>'
+            )
+        y += gap
+    bottom = y - gap + 6
+    ticks = []
+    for i in range(round(width / scale / step) + 1):
+        x = left + i * step * scale
+        ticks.append(_line(x, 44, x, bottom, opacity=0.25))
+        ticks.append(_text(x, bottom + 18, f"{i * step:g}", anchor="middle"))
+    ticks.append(_text(left + width, bottom + 36, unit, anchor="end"))
+    return _document(title, left + width + 80, bottom + 46, [*ticks, *body])
+
+
+def lines(
+    title: str, x_unit: str, y_unit: str, series: Mapping[str, Sequence[tuple[float, float]]]
+) -> str:  # fmt: skip
+    """Points of each series joined; x logarithmic, y from zero."""
+    left, width, top, height = 70, 560, 50, 300
+    xs = sorted({x for points in series.values() for x, _ in points})
+    highest = max(y for points in series.values() for _, y in points)
+    step = _step(highest)
+    rise = height / (math.ceil(highest / step) * step)
+    low, high = math.log(xs[0]), math.log(xs[-1])
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        share = (math.log(x) - low) / (high - low) if high > low else 0.5
+        return left + 20 + share * (width - 40), top + height - y * rise
+
+    body = []
+    for i in range(round(height / rise / step) + 1):
+        y = top + height - i * step * rise
+        body += [_line(left, y, left + width, y, opacity=0.25), _text(left - 8, y + 4, f"{i * step:g}", anchor="end")]
+    for x in xs:
+        body.append(_text(place(x, 0)[0], top + height + 18, f"{x:.3g}" if x < 100 else f"{x:.0f}", anchor="middle"))
+    body.append(_text(left + width, top + height + 36, x_unit, anchor="end"))
+    body.append(_text(8, top - 12, y_unit))
+    for number, (name, points) in enumerate(series.items()):
+        colour = FLOOR if name.startswith("floor") else COLOURS[number % len(COLOURS)]
+        places = [place(*point) for point in sorted(points)]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        body.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        body += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in places]
+        y = top + 12 + 20 * number
+        body.append(f'<rect x="{left + width + 16}" y="{y - 10}" width="12" height="12" fill="{colour}"/>')
+        body.append(_text(left + width + 34, y, name))
+    return _document(title, left + width + 260, top + height + 46, body)
+
+
+def _step(top: float) -> float:
+    """A round distance of ticks: 1, 2 or 5 times a power of ten, at most 8 of them."""
+    power = 10.0 ** math.floor(math.log10(top / 8)) if top > 0 else 1.0
+    return next(power * m for m in (1, 2, 5, 10) if top / (power * m) <= 8)
+
+
+def _document(title: str, width: float, height: float, body: Sequence[str]) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" {FONT} role="img">'
+    inner = "\n".join([f"<title>{escape(title)}</title>", _text(8, 24, title, weight="bold"), *body])
+    return f"{head}\n{inner}\n</svg>\n"
+
+
+def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: str = "normal") -> str:
+    style = f'text-anchor="{anchor}" font-weight="{weight}" fill="{INK}"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, *, opacity: float = 1.0) -> str:
+    at = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
+    return f'<line {at} stroke="{INK}" opacity="{opacity}"/>'

@@ -1,0 +1,186 @@
+"""How fast a loaded model is: prompts of many lengths, decoding at several depths, scoring.
+
+    python bench/warm.py MODEL.gguf --out results/warm.json
+    python bench/warm.py MODEL.gguf --out FILE --backend cpu --prefill 32 128 --llama-bench /path/to/llama-bench
+
+Everything goes through `Engine`, as a program would. Each figure stands beside the bytes it has to move and the
+operations it has to do (bench/work.py), and their share of what bench/rates.py measured in the same run.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import measure
+import work
+from measure import ROOT, summary
+from rates import shares
+
+from reflex_ipc.engine import PREFILL_CHUNK, Engine
+
+PREFILL = (32, 128, 512, 2048, 8192)
+DEPTHS = (128, 2048, 8192)
+CANDIDATES = (" Paris", " London", " Berlin", " Rome", " a city that is not in the north")
+
+
+class Bench:
+    """Measurements of one open engine. Prompts are random tokens, another each time: nothing can be reused."""
+
+    def __init__(self, engine: Engine, repeat: int) -> None:
+        self.engine = engine
+        self.repeat = repeat
+        self._random = random.Random(7)
+        tokenizer = engine.tokenizer
+        # Plain words: as text they become at most as many tokens again.
+        some = range(min(tokenizer.n_vocab, 4000))
+        self._words = [i for i in some if tokenizer.token_bytes(i).strip().isalpha() and i not in tokenizer.eog]
+
+    def prefill(self, n: int) -> dict[str, Any]:
+        """From a prompt of n tokens to the first token behind it."""
+
+        def once() -> float:
+            ids = self._ids(n)
+            began = time.perf_counter()
+            for _ in self.engine.generate(ids, max_tokens=1, ignore_eos=True):
+                break
+            return time.perf_counter() - began
+
+        total = work.Work(0, 0)
+        for start in range(0, n, PREFILL_CHUNK):
+            size = min(PREFILL_CHUNK, n - start)
+            total += work.step(self.engine.plan, size, start, int(start + size == n))
+        return self._row("prefill", {"tokens": n}, n, self._times(once), total)
+
+    def decode(self, depth: int, n: int) -> dict[str, Any]:
+        """n tokens, one by one, behind a prompt of `depth`; the first is not counted."""
+
+        def once() -> float:
+            began = 0.0
+            # Withheld text comes last, without an id and after everything was computed: it is not waited for.
+            for seen, _ in enumerate(self.engine.generate(self._ids(depth), max_tokens=n + 1, ignore_eos=True)):
+                if seen == 0:
+                    began = time.perf_counter()
+                if seen == n:
+                    break
+            return time.perf_counter() - began
+
+        total = work.Work(0, 0)
+        for i in range(n):
+            total += work.step(self.engine.plan, 1, depth + i, 1)
+        return self._row("decode", {"depth": depth, "tokens": n}, n, self._times(once), total)
+
+    def score(self, n: int) -> dict[str, Any]:
+        """Candidates behind a prompt of n tokens."""
+
+        def once() -> float:
+            text = self.engine.detokenize(self._ids(n))
+            began = time.perf_counter()
+            self.engine.score(text, CANDIDATES)
+            return time.perf_counter() - began
+
+        return self._row(
+            "score", {"tokens": n, "candidates": len(CANDIDATES)}, len(CANDIDATES), self._times(once), None
+        )
+
+    def _ids(self, n: int) -> list[int]:
+        return self._random.choices(self._words, k=n)
+
+    def _times(self, once: Callable[[], float]) -> list[float]:
+        once()  # buffers, graphs, clocks
+        return [once() for _ in range(self.repeat)]
+
+    def _row(
+        self, what: str, of: dict[str, int], n: int, seconds: Sequence[float], total: work.Work | None
+    ) -> dict[str, Any]:
+        row = {
+            "engine": "reflex",
+            "what": what,
+            **of,
+            "seconds": list(seconds),
+            "per_second": n / summary(seconds).median,
+        }
+        return row if total is None else {**row, "bytes": total.bytes, "flops": total.flops}
+
+
+def rates() -> dict[str, Any] | None:
+    """bench/rates.py in a process of its own; None where it cannot be had."""
+    result = subprocess.run([sys.executable, str(ROOT / "bench" / "rates.py")], capture_output=True, text=True)
+    return json.loads(result.stdout) if result.returncode == 0 else None
+
+
+def llama_bench(binary: str, model: str, prefill: Sequence[int], depths: Sequence[int], n: int) -> list[dict[str, Any]]:
+    """llama-bench on the same file, flash attention on."""
+    rows = []
+    jobs = [["-p", ",".join(map(str, prefill)), "-n", "0"], ["-p", "0", "-n", str(n), "-d", ",".join(map(str, depths))]]
+    for job in jobs:
+        command = [binary, "-m", model, "-fa", "1", "-ngl", "99", "-o", "json", *job]
+        for entry in json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout):
+            seconds = [ns / 1e9 for ns in entry["samples_ns"]]
+            tokens = entry["n_gen"] or entry["n_prompt"]
+            of = {"depth": entry["n_depth"], "tokens": tokens} if entry["n_gen"] else {"tokens": tokens}
+            what = "decode" if entry["n_gen"] else "prefill"
+            per_second = tokens / summary(seconds).median
+            rows.append({"engine": "llama-bench", "what": what, **of, "seconds": seconds, "per_second": per_second})
+    return rows
+
+
+def render(model: str, rows: Sequence[Mapping[str, Any]], found: Mapping[str, Any] | None) -> str:
+    head = [model, "engine", "a second", "ms", "GB/s", "TFLOP/s", "% of read", "% of copy", "% of bf16"]
+    body = []
+    for row in rows:
+        s, share = summary(row["seconds"]).median, shares(row, found)
+        what = f"{row['what']} {row['tokens']}" + (f" at {row['depth']}" if "depth" in row else "")
+        moved = [f"{row['bytes'] / s / 1e9:.0f}", f"{row['flops'] / s / 1e12:.2f}"] if "bytes" in row else ["-", "-"]
+        percent = [f"{100 * share[k]:.1f}" if k in share else "-" for k in ("of_read", "of_copy", "of_bf16")]
+        body.append([what, row["engine"], f"{row['per_second']:.1f}", f"{s * 1e3:.2f}", *moved, *percent])
+    return measure.table(head, body)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Speed of a loaded model.")
+    parser.add_argument("model")
+    parser.add_argument("--out", type=Path, required=True, help="the JSON")
+    parser.add_argument("--backend", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--prefill", type=int, nargs="*", default=PREFILL, metavar="N")
+    parser.add_argument("--depths", type=int, nargs="*", default=DEPTHS, metavar="N")
+    parser.add_argument("--decode-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--score", type=int, nargs="*", default=(512,), metavar="N", help="prompt lengths")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--llama-bench", metavar="PATH")
+    parser.add_argument("--sha256", metavar="DIGEST", help="of the model file, where it is known already")
+    options = parser.parse_args()
+    longest = max([*options.prefill, *(d + options.decode_tokens for d in options.depths), *options.score], default=1)
+    with Engine.open(options.model, backend=options.backend, context=longest + 64) as engine:
+        bench = Bench(engine, options.repeat)
+        rows = [bench.prefill(n) for n in options.prefill]
+        rows += [bench.decode(depth, options.decode_tokens) for depth in options.depths]
+        rows += [bench.score(n) for n in options.score]
+        backend = engine.backend
+    absent = []
+    if options.llama_bench:
+        rows += llama_bench(options.llama_bench, options.model, options.prefill, options.depths, options.decode_tokens)
+    else:
+        absent.append({"contender": "llama-bench", "why": "not given (--llama-bench PATH)"})
+    found = rates() if backend == "cuda" else None
+    content = {
+        "models": [measure.model_entry(options.model, options.sha256)],
+        "backend": backend,
+        "rates": found,
+        "rows": rows,
+        "not_run": absent,
+    }
+    measure.save(options.out, measure.document("warm", content))
+    print(render(Path(options.model).name, rows, found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,35 +4,93 @@
 with weights dequantised on the way for a few, and for many a scratch of half-precision weights under one plain product.
 """
 
-import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from struct import Struct
 from typing import NamedTuple
 
+from reflex_ipc.errors import UnsupportedModelError
+
 MAX_MATRICES = 4
-"""Matrices a call can take."""
+"""Matrices a launch can take."""
+
+
+class Format(NamedTuple):
+    """What the shapes of launches depend on."""
+
+    piece: int
+    """Elements a lane reads at a time."""
+    block: int
+    """Elements of a block: columns are cut at multiples."""
+    block_bytes: int
+    rows: int = 4
+    """Rows of a matrix-vector tile."""
+
 
 FLOATS = ("F32", "F16", "BF16")
-FORMATS = (
-    *FLOATS,
-    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
-    *("IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4", "Q1_0", "Q2_0", "TQ1_0", "TQ2_0"),
-    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
-)
+FORMATS = {
+    "F32": Format(4, 1, 4),
+    "F16": Format(8, 1, 2),
+    "BF16": Format(8, 1, 2),
+    "Q4_0": Format(32, 32, 18, 2),
+    "Q4_1": Format(32, 32, 20),
+    "Q5_0": Format(32, 32, 22, 2),
+    "Q5_1": Format(32, 32, 24),
+    "Q8_0": Format(16, 32, 34, 2),
+    "Q2_K": Format(64, 256, 84),
+    "Q3_K": Format(64, 256, 110, 2),
+    "Q4_K": Format(32, 256, 144),
+    "Q5_K": Format(32, 256, 176),
+    "Q6_K": Format(32, 256, 210, 2),
+    "IQ4_NL": Format(32, 32, 18, 2),
+    "IQ4_XS": Format(32, 256, 136),
+    "MXFP4": Format(32, 32, 17, 2),
+    "NVFP4": Format(32, 64, 36),
+    "Q1_0": Format(32, 128, 18, 2),
+    "Q2_0": Format(32, 64, 18, 2),
+    "TQ1_0": Format(16, 256, 54, 2),
+    "TQ2_0": Format(64, 256, 66, 2),
+    "IQ1_S": Format(32, 256, 50, 2),
+    "IQ1_M": Format(32, 256, 56),
+    "IQ2_XXS": Format(32, 256, 66, 2),
+    "IQ2_XS": Format(32, 256, 74, 2),
+    "IQ2_S": Format(32, 256, 82, 2),
+    "IQ3_XXS": Format(32, 256, 98, 2),
+    "IQ3_S": Format(32, 256, 110, 2),
+}
 """GGUF types that have kernels."""
 
 PAIRS = (
-    ("Q4_K", "Q6_K"),
-    ("Q4_K", "Q5_K"),
-    ("Q5_K", "Q6_K"),
-    ("Q3_K", "Q4_K"),
-    ("Q3_K", "Q5_K"),
     ("Q2_K", "Q3_K"),
     ("Q2_K", "Q4_K"),
+    ("Q3_K", "Q4_K"),
+    ("Q3_K", "Q5_K"),
+    ("Q4_K", "Q5_K"),
+    ("Q4_K", "Q6_K"),
+    ("Q5_K", "Q6_K"),
     ("Q5_0", "Q8_0"),
     ("IQ4_XS", "Q5_K"),
-    ("Q8_0", "F32"),
 )
 """Types that share a matrix-vector kernel: what llama.cpp's mixes put beside each other in one layer."""
+
+WIDTHS = (8, 16, 32, 64)
+"""Rows of x that the kernels with dequantisation on the way multiply at once."""
+
+FEW = 64
+"""Up to so many rows weights are dequantised on the way; above, into scratch."""
+
+_WARPS = 8
+_THREADS = 32 * _WARPS
+_TILE = 128  # of gemm_half, both ways
+_STAGE = 32 << 10  # bytes of shared memory of a stage of gemm_half
+_FLOAT_TILE = 64  # of gemm_float
+_WIDENED = 64 << 20  # bytes of half-precision weights in scratch at a time: about what stays in the second-level cache
+
+_MATRIX = Struct("<5Q2i")
+_MATVEC = Struct("<3Q8if4i4x")
+_MATMUL = Struct("<2Q6i")
+_ROWS = Struct("<4Q6if4x")
+_WIDEN = Struct("<3Q5i4x")
+_GEMM = Struct("<8Q8i")
 
 
 class Limits(NamedTuple):
@@ -46,7 +104,7 @@ class Limits(NamedTuple):
 class Matrix(NamedTuple):
     """One weight and where its product goes; addresses are the device's, 0 for none.
 
-    `bias` is (n_out) and `residual` (M, out_stride), both float32 and added. `expert_bytes` is the size of one expert.
+    `bias` is (n_out) and `residual` (M, out_stride), both float32 and added.
     """
 
     type: str
@@ -56,7 +114,27 @@ class Matrix(NamedTuple):
     out_stride: int
     bias: int = 0
     residual: int = 0
-    expert_bytes: int = 0
+
+
+class Input(NamedTuple):
+    """x: n rows of `width` float32 at `address`, `stride` apart; RMS-normalised on the way in where `norm` is given."""
+
+    address: int
+    n: int
+    width: int
+    stride: int
+    norm: int = 0
+    eps: float = 0.0
+
+
+class Experts(NamedTuple):
+    """Which experts the rows of x go to: at `ids`, `n_used` of them as float32 a token, tokens `stride` apart."""
+
+    ids: int
+    stride: int
+    n_used: int
+    bytes: int
+    """Of one expert's matrix."""
 
 
 class Call(NamedTuple):
@@ -67,3 +145,287 @@ class Call(NamedTuple):
     block: tuple[int, int, int]
     shared: int
     arguments: tuple[bytes]
+
+
+def fusible(types: Sequence[str]) -> bool:
+    """Can one launch multiply one row with matrices of these types?"""
+    kinds = sorted(set(types))
+    return len(types) <= MAX_MATRICES and (len(kinds) == 1 or (len(kinds) == 2 and _pair(kinds) is not None))
+
+
+def scratch_bytes(n: int, width: int, matrices: Sequence[Matrix], swiglu: bool = False) -> int:
+    """What `linear` needs for n rows of this width and these matrices; it does not shrink as n grows."""
+    need = 0
+    for matrix in matrices:
+        if n > 1 and matrix.type == "F32":
+            need = max(need, 4 * n * width)
+        elif n > FEW:
+            room = _Room(0, n, width)
+            need = max(need, room.widened_scale + 4 * room.rows(matrix.n_out * (2 if swiglu else 1)))
+        if n > 1 and matrix.type != "F32":
+            few = _Room(0, _round_up(min(n, FEW), _width(min(n, FEW))), width)
+            need = max(need, few.widened)
+    return need
+
+
+def linear(
+    limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: int = 0, *, swiglu: bool = False
+) -> list[Call]:
+    """The launches of out = W x (+ bias) (+ residual) for every matrix, to be queued in this order.
+
+    With `swiglu` the two matrices, gate and up, are of one type and shape, and the first one's `out` receives
+    silu(gate x) * (up x) (+ the first one's residual). `scratch` is the address of `scratch_bytes(...)`.
+    Raises UnsupportedModelError for a type that has no kernels.
+    """
+    for matrix in matrices:
+        if matrix.type not in FORMATS:
+            raise UnsupportedModelError(f"tensor type {matrix.type} has no CUDA kernels; use --backend cpu")
+    if swiglu and (len(matrices) != 2 or matrices[0].type != matrices[1].type):
+        raise ValueError("SwiGLU takes a gate and an up matrix of one type")
+    calls: list[Call] = []
+    if x.n == 1:
+        for group in _groups(matrices):
+            calls += _matvec(limits, x, group, swiglu)
+        return calls
+    floats = [m for m in matrices if m.type == "F32"]
+    others = [m for m in matrices if m.type != "F32"]
+    if floats and swiglu:  # an activation between two sums: only the matrix-vector kernel does it in float32
+        return _matvec(limits, x, floats, swiglu)
+    if floats:
+        calls += _gemm_float(x, floats, scratch)
+    if others and x.n <= FEW:
+        calls += _matmul(limits, x, others, scratch, swiglu)
+    elif others:
+        calls += _gemm_half(limits, x, others, scratch, swiglu)
+    return calls
+
+
+def expert_linear(limits: Limits, x: Input, matrix: Matrix, experts: Experts, *, per_expert: bool) -> list[Call]:
+    """out[t, k] = W[id_k] x for each of a token's experts; out (n, n_used * n_out).
+
+    x has one row a token, or with `per_expert` one part of `width` elements an expert side by side in a token's row.
+    """
+    return _matvec(limits, x, [matrix], False, experts, x.width if per_expert else 0)
+
+
+# --- one row ----------------------------------------------------------------------------------------------------------
+
+
+def _pair(kinds: Sequence[str]) -> tuple[str, str] | None:
+    return next((pair for pair in PAIRS if set(pair) == set(kinds)), None)
+
+
+def _groups(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
+    """Runs of neighbours that one launch takes."""
+    group: list[Matrix] = []
+    for matrix in matrices:
+        if group and not fusible([m.type for m in (*group, matrix)]):
+            yield group
+            group = []
+        group.append(matrix)
+    yield group
+
+
+def _matvec(
+    limits: Limits,
+    x: Input,
+    matrices: Sequence[Matrix],
+    swiglu: bool,
+    experts: Experts | None = None,
+    expert_stride: int = 0,
+) -> list[Call]:
+    kinds = sorted({m.type for m in matrices})
+    kinds = list((_pair(kinds) if len(kinds) > 1 else None) or kinds)
+    formats = [FORMATS[kind] for kind in kinds]
+    is_float = kinds[0] in FLOATS
+    columns = limits.shared_per_block * 2 // (8 if is_float else 5) // 256 * 256 - 256  # that fit shared memory
+    if swiglu and x.width > columns:
+        raise UnsupportedModelError(
+            f"rows of {x.width} elements are too long for SwiGLU in {limits.shared_per_block} bytes of shared memory"
+        )
+    per_multiprocessor = 2
+    calls = []
+    for begin in range(0, x.width, columns):
+        n_in = min(columns, x.width - begin)
+        shared = -(-n_in // 8) * 32 if is_float else n_in // 2 * 5
+        if 2 * shared > limits.shared_per_block:
+            per_multiprocessor = 1
+        slots = x.n * (experts.n_used if experts else 1)
+        split, blocks = _split(
+            [(m.n_out, FORMATS[m.type].rows // (2 if swiglu else 1)) for m in (matrices[:1] if swiglu else matrices)],
+            -(-n_in // max(f.piece for f in formats)),
+            32,
+            max(1, limits.multiprocessors * per_multiprocessor // slots),
+        )
+        second = sum(1 << i for i, m in enumerate(matrices) if m.type == kinds[-1] and len(kinds) > 1)
+        arguments = _MATVEC.pack(
+            x.address,
+            x.norm,
+            experts.ids if experts else 0,
+            x.width,
+            begin,
+            n_in,
+            x.stride,
+            expert_stride,
+            experts.stride if experts else 0,
+            experts.n_used if experts else 1,
+            len(matrices),
+            x.eps,
+            swiglu,
+            split,
+            second,
+            0,
+        )
+        done = begin > 0
+        arguments += _matrices(
+            [m._replace(bias=0, residual=m.out) for m in matrices] if done else matrices, experts.bytes if experts else 0
+        )
+        name = "matvec_" + "_".join(kinds).lower()
+        calls.append(Call(name, (blocks, slots, 1), (_THREADS, 1, 1), shared, (arguments,)))
+    return calls
+
+
+def _split(tiles: Sequence[tuple[int, int]], n_pieces: int, lanes: int, capacity: int) -> tuple[int, int]:
+    """(log2 of the warps that share a tile, blocks) that finish first: (rows, rows a tile) of each matrix,
+    `n_pieces` of a row of which `lanes` are read at once, `capacity` blocks running at a time."""
+    best = (0.0, 0, 0)
+    for log2 in range(4):
+        groups = _WARPS >> log2
+        blocks = sum(-(-n // (rows * groups)) for n, rows in tiles)
+        steps = -(-n_pieces // (lanes << log2))
+        cost = -(-blocks // capacity) * (steps + 0.5 + 0.1 * log2)
+        if not best[2] or cost < best[0]:
+            best = (cost, log2, min(blocks, capacity))
+    return best[1], best[2]
+
+
+def _matrices(matrices: Sequence[Matrix], expert_bytes: int = 0) -> bytes:
+    packed = b"".join(
+        _MATRIX.pack(m.weight, m.out, m.bias, m.residual, expert_bytes, m.n_out, m.out_stride) for m in matrices
+    )
+    return packed.ljust(MAX_MATRICES * _MATRIX.size, b"\0")
+
+
+# --- more rows --------------------------------------------------------------------------------------------------------
+
+
+class _Room:
+    """How scratch is divided: n rows of x as halves and their powers of two, then rows of W and theirs."""
+
+    def __init__(self, scratch: int, n: int, width: int) -> None:
+        self.padded = _round_up(width, 256)
+        self.x = scratch
+        self.scale = _round_up(self.x + 2 * n * self.padded, 256)
+        self.widened = _round_up(self.scale + 4 * n, 256)
+        self._at_a_time = max(_TILE, _WIDENED // (2 * self.padded) // _TILE * _TILE)
+        self.widened_scale = self.widened
+
+    def rows(self, n_out: int) -> int:
+        """Rows of W in scratch at a time; places their powers of two behind them."""
+        rows = min(self._at_a_time, n_out)
+        self.widened_scale = _round_up(self.widened + 2 * rows * self.padded, 256)
+        return rows
+
+
+def _round_up(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+def _width(n: int) -> int:
+    return next(w for w in WIDTHS if w >= n or w == WIDTHS[-1])
+
+
+def _prepare(x: Input, out: int, scale: int, rows: int, padded: int, unit_step: int, row_step: int) -> Call:
+    arguments = _ROWS.pack(
+        x.address, x.norm, out, scale, x.n, x.width, x.stride, padded, unit_step, row_step, x.eps
+    )
+    return Call("prepare_rows", (rows, 1, 1), (_THREADS, 1, 1), 0, (arguments,))
+
+
+def _matmul(limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: int, swiglu: bool) -> list[Call]:
+    width = _width(x.n)
+    n_rows = _round_up(x.n, width)
+    room = _Room(scratch, n_rows, x.width)
+    calls = [_prepare(x, room.x, room.scale, n_rows, room.padded, n_rows, 1)]
+    kinds = list(dict.fromkeys(m.type for m in matrices))
+    for kind in kinds:
+        of_kind = [m for m in matrices if m.type == kind]
+        piece = 16 if kind in FLOATS else FORMATS[kind].piece
+        per_multiprocessor = 1 if width == 64 else 2
+        capacity = max(1, limits.multiprocessors * per_multiprocessor // (n_rows // width))
+        tiles = [(m.n_out, 8 if swiglu else 16) for m in (of_kind[:1] if swiglu else of_kind)]
+        split, _ = _split(tiles, -(-x.width // piece), 4, capacity)
+        blocks = sum(-(-n // (rows * (_WARPS >> split))) for n, rows in tiles)
+        arguments = _MATMUL.pack(room.x, room.scale, x.n, n_rows, x.width, len(of_kind), swiglu, split)
+        arguments += _matrices(of_kind)
+        calls.append(
+            Call(f"mma_{kind.lower()}_{width}", (blocks, n_rows // width, 1), (_THREADS, 1, 1), 0, (arguments,))
+        )
+    return calls
+
+
+def _gemm_half(limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: int, swiglu: bool) -> list[Call]:
+    room = _Room(scratch, x.n, x.width)
+    calls = [_prepare(x, room.x, room.scale, x.n, room.padded, 1, room.padded // 8)]
+    stages = 3 if limits.shared_per_block >= 3 * _STAGE else 2
+    grid_m = -(-x.n // _TILE)
+    sides = 2 if swiglu else 1
+    for matrix in matrices[:1] if swiglu else matrices:
+        row_bytes = x.width // FORMATS[matrix.type].block * FORMATS[matrix.type].block_bytes
+        as_it_is = matrix.type == "F16" and x.width % 8 == 0 and not swiglu
+        step = matrix.n_out if as_it_is else room.rows(sides * matrix.n_out) // sides
+        for begin in range(0, matrix.n_out, step):
+            n = min(step, matrix.n_out - begin)
+            for side in range(0 if as_it_is else sides):
+                source = matrices[side] if swiglu else matrix
+                arguments = _WIDEN.pack(
+                    source.weight + begin * row_bytes,
+                    room.widened,
+                    room.widened_scale,
+                    n,
+                    x.width,
+                    room.padded,
+                    sides,
+                    side,
+                )
+                calls.append(
+                    Call(f"widen_{source.type.lower()}", (-(-n // _WARPS), 1, 1), (_THREADS, 1, 1), 0, (arguments,))
+                )
+            arguments = _GEMM.pack(
+                room.x,
+                room.scale,
+                matrix.weight if as_it_is else room.widened,
+                0 if as_it_is else room.widened_scale,
+                matrix.out + 4 * begin,
+                matrix.bias and matrix.bias + 4 * begin,
+                swiglu and matrices[1].bias and matrices[1].bias + 4 * begin,
+                matrix.residual and matrix.residual + 4 * begin,
+                x.n,
+                sides * n,
+                x.width if as_it_is else room.padded,
+                room.padded,
+                x.width if as_it_is else room.padded,
+                matrix.out_stride,
+                stages,
+                swiglu,
+            )
+            grid = (grid_m, -(-sides * n // _TILE), 1)
+            calls.append(Call("gemm_half", grid, (_THREADS, 1, 1), stages * _STAGE, (arguments,)))
+    return calls
+
+
+def _gemm_float(x: Input, matrices: Sequence[Matrix], scratch: int) -> list[Call]:
+    calls = []
+    address, stride = x.address, x.stride
+    if x.norm:
+        arguments = _ROWS.pack(x.address, x.norm, scratch, 0, x.n, x.width, x.stride, x.width, 0, 0, x.eps)
+        calls.append(Call("prepare_float_rows", (x.n, 1, 1), (_THREADS, 1, 1), 0, (arguments,)))
+        address, stride = scratch, x.width
+    for m in matrices:
+        arguments = _GEMM.pack(
+            *(address, 0, m.weight, 0, m.out, m.bias, 0, m.residual),
+            *(x.n, m.n_out, x.width, stride, x.width, m.out_stride, 0, 0),
+        )
+        grid = (-(-x.n // _FLOAT_TILE), -(-m.n_out // _FLOAT_TILE), 1)
+        calls.append(Call("gemm_float", grid, (_THREADS, 1, 1), 0, (arguments,)))
+    return calls

@@ -84,8 +84,7 @@ REFLEX_BOTH int bits_set(uint32_t x) {
 template <int N, int alignment>
 struct Words {
   static constexpr bool shifts = alignment < 4;
-  uint32_t w[N + shifts];
-  uint32_t shift;
+  uint32_t w[N + 2 * shifts];  // the last one is by how many bits to shift
 
   REFLEX_BOTH void load(const uint8_t* p) {
 #ifdef __CUDA_ARCH__
@@ -107,17 +106,17 @@ struct Words {
 #pragma unroll
       for (int i = 0; i < N; ++i) w[i] = __ldg(first + i);
       w[N] = __ldg(reinterpret_cast<const uint32_t*>((address + 4 * N - 1) & ~(uintptr_t)3));
-      shift = 8 * ((uint32_t)address & 3);
+      w[N + 1] = 8 * ((uint32_t)address & 3);
     }
 #else
-    shift = w[N + shifts - 1] = 0;
+    memset(w, 0, sizeof w);
     memcpy(w, p, 4 * N);
 #endif
   }
 
   REFLEX_BOTH uint32_t operator[](int i) const {
 #ifdef __CUDA_ARCH__
-    if constexpr (shifts) return __funnelshift_r(w[i], w[i + 1], shift);
+    if constexpr (shifts) return __funnelshift_r(w[i], w[i + 1], w[N + 1]);
 #endif
     return w[i];
   }
@@ -922,6 +921,10 @@ struct IQ1_M {  // qs[32], qh[16]: nibbles of 3 bits of index and a bit for down
 
 template <class Format>
 constexpr int pieces = Format::elements / (16 * Format::runs);
+
+// Rows of a matrix that a lane reads at once: as many as its registers hold twice.
+template <class Format>
+constexpr int rows_at_once = Format::alignment < 4 || Format::runs > 2 || sizeof(typename Format::Raw) > 32 ? 2 : 4;
 
 // Element i of 16, before zero and scale.
 template <class Format>

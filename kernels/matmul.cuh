@@ -31,6 +31,10 @@ struct MatmulArgs {
 constexpr int matmul_threads = 256;
 constexpr int matmul_warps = 8;
 
+// Blocks a multiprocessor holds at once: two where their registers suffice.
+template <class Format, int N>
+constexpr int matmul_blocks = N * Operand<Format>::runs < 64 ? 2 : 1;
+
 template <class Format, int N>
 __device__ __forceinline__ void matmul(const MatmulArgs& args) {
   using W = Operand<Format>;
@@ -207,7 +211,7 @@ __device__ __forceinline__ void widen(const WidenArgs& args) {
 }  // namespace reflex
 
 #define REFLEX_MATMUL(NAME, FORMAT, N)                                                                                 \
-  extern "C" __global__ void __launch_bounds__(reflex::matmul_threads, N == 64 ? 1 : 2) NAME(const __grid_constant__ reflex::MatmulArgs args) { \
+  extern "C" __global__ void __launch_bounds__(reflex::matmul_threads, reflex::matmul_blocks<reflex::FORMAT, N>) NAME(const __grid_constant__ reflex::MatmulArgs args) { \
     reflex::matmul<reflex::FORMAT, N>(args);                                                                           \
   }
 

@@ -115,7 +115,7 @@ template <class Format>
 struct Quantised {
   using X = Planes;
   using Raw = typename Format::Raw;
-  static constexpr int rows = Format::alignment < 4 ? 2 : 4;
+  static constexpr int rows = rows_at_once<Format>;
   static constexpr int piece_elements = 16 * Format::runs;
   static constexpr int block_pieces = pieces<Format>, block_bytes = Format::bytes;
   static constexpr int unit_elements = 16, block_units = Format::elements / 16;

@@ -30,13 +30,13 @@ static float of_nothing() {
 }
 
 struct Facts {
-  int elements, bytes, zero, greatest, has_offset, is_signed;
+  int elements, bytes, zero, greatest, has_offset, is_signed, piece, rows;
 };
 
 #define FORMAT(F)                                                                                    \
   extern "C" void blocks_##F(const uint8_t* in, long n, float* out) { blocks<F>(in, n, out); }        \
   extern "C" float of_nothing_##F() { return of_nothing<F>(); }                                       \
-  extern "C" Facts facts_##F() { return {F::elements, F::bytes, F::zero, F::greatest, F::has_offset, F::is_signed}; }
+  extern "C" Facts facts_##F() { return {F::elements, F::bytes, F::zero, F::greatest, F::has_offset, F::is_signed, 16 * F::runs, rows_at_once<F>}; }
 
 FORMAT(Q4_0) FORMAT(Q4_1) FORMAT(Q5_0) FORMAT(Q5_1) FORMAT(Q8_0)
 FORMAT(Q2_K) FORMAT(Q3_K) FORMAT(Q4_K) FORMAT(Q5_K) FORMAT(Q6_K)

@@ -21,6 +21,7 @@ NO_ORACLE = {"Q1_0", "Q2_0"}
 
 class Facts(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int) for name in ("elements", "bytes", "zero", "greatest", "has_offset", "is_signed")]
+    _fields_ += [("piece", ctypes.c_int), ("rows", ctypes.c_int)]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,17 @@ def host(tmp_path_factory):
     build = tmp_path_factory.mktemp("host")
     (build / "codebooks.cuh").write_text(header())
     library = build / "host.so"
-    command = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror", "-ffp-contract=off", "-fsanitize=undefined"]
+    command = [
+        "g++",
+        "-std=c++17",
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        "-Wno-unknown-pragmas",
+        "-Werror",
+        "-ffp-contract=off",
+        "-fsanitize=undefined",
+    ]
     command += ["-fno-sanitize=alignment", "-fno-sanitize-recover", "-shared", "-fPIC", f"-I{build}"]
     command += [f"-I{ROOT / 'kernels'}", str(ROOT / "tests" / "kernels_host.cpp"), "-o", str(library)]
     subprocess.run(command, check=True)
@@ -72,6 +83,7 @@ def test_facts(host, name):
     kind = getattr(gguf.GGMLQuantizationType, name, None)
     if kind is not None:
         assert (facts.elements, facts.bytes) == gguf.GGML_QUANT_SIZES[kind]
+    assert linear.FORMATS[name] == (facts.piece, facts.elements, facts.bytes, facts.rows)
     assert not (facts.is_signed and facts.zero)
     assert not (facts.has_offset and facts.zero)
     nothing = getattr(host, f"of_nothing_{name}")

@@ -36,10 +36,10 @@ FORMATS = {
     "Q5_0": Format(32, 32, 22, 2),
     "Q5_1": Format(32, 32, 24),
     "Q8_0": Format(16, 32, 34, 2),
-    "Q2_K": Format(64, 256, 84),
+    "Q2_K": Format(64, 256, 84, 2),
     "Q3_K": Format(64, 256, 110, 2),
     "Q4_K": Format(32, 256, 144),
-    "Q5_K": Format(32, 256, 176),
+    "Q5_K": Format(32, 256, 176, 2),
     "Q6_K": Format(32, 256, 210, 2),
     "IQ4_NL": Format(32, 32, 18, 2),
     "IQ4_XS": Format(32, 256, 136),
@@ -86,7 +86,7 @@ _FLOAT_TILE = 64  # of gemm_float
 _WIDENED = 64 << 20  # bytes of half-precision weights in scratch at a time: about what stays in the second-level cache
 
 _MATRIX = Struct("<5Q2i")
-_MATVEC = Struct("<3Q8if4i4x")
+_MATVEC = Struct("<3Q7if4i")
 _MATMUL = Struct("<2Q6i")
 _ROWS = Struct("<4Q6if4x")
 _WIDEN = Struct("<3Q5i4x")
@@ -161,7 +161,8 @@ def scratch_bytes(n: int, width: int, matrices: Sequence[Matrix], swiglu: bool =
             need = max(need, 4 * n * width)
         elif n > FEW:
             room = _Room(0, n, width)
-            need = max(need, room.widened_scale + 4 * room.rows(matrix.n_out * (2 if swiglu else 1)))
+            rows = room.rows(matrix.n_out * (2 if swiglu else 1))
+            need = max(need, room.widened_scale + 4 * rows)
         if n > 1 and matrix.type != "F32":
             few = _Room(0, _round_up(min(n, FEW), _width(min(n, FEW))), width)
             need = max(need, few.widened)
@@ -269,17 +270,15 @@ def _matvec(
             expert_stride,
             experts.stride if experts else 0,
             experts.n_used if experts else 1,
-            len(matrices),
             x.eps,
+            len(matrices),
             swiglu,
             split,
             second,
-            0,
         )
-        done = begin > 0
-        arguments += _matrices(
-            [m._replace(bias=0, residual=m.out) for m in matrices] if done else matrices, experts.bytes if experts else 0
-        )
+        if begin:  # on top of the columns before
+            matrices = [m._replace(bias=0, residual=m.out) for m in matrices]
+        arguments += _matrices(matrices, experts.bytes if experts else 0)
         name = "matvec_" + "_".join(kinds).lower()
         calls.append(Call(name, (blocks, slots, 1), (_THREADS, 1, 1), shared, (arguments,)))
     return calls
@@ -336,9 +335,7 @@ def _width(n: int) -> int:
 
 
 def _prepare(x: Input, out: int, scale: int, rows: int, padded: int, unit_step: int, row_step: int) -> Call:
-    arguments = _ROWS.pack(
-        x.address, x.norm, out, scale, x.n, x.width, x.stride, padded, unit_step, row_step, x.eps
-    )
+    arguments = _ROWS.pack(x.address, x.norm, out, scale, x.n, x.width, x.stride, padded, unit_step, row_step, x.eps)
     return Call("prepare_rows", (rows, 1, 1), (_THREADS, 1, 1), 0, (arguments,))
 
 

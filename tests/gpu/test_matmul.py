@@ -1,7 +1,7 @@
 """Matrix products on the device, through `linear`, against float64 products of the dequantised weights.
 
-Outputs are poisoned with NaN and lie between guards, weights begin at odd multiples of 32 bytes, and nothing but what the
-interface promises is initialised.
+Outputs are poisoned with NaN and lie between guards, weights begin at odd multiples of 32 bytes, and nothing but what
+the interface promises is initialised.
 """
 
 import numpy as np
@@ -156,7 +156,7 @@ def test_every_type_and_number_of_rows(gpu, name, m):
     n_out, n_in = SHAPES[m]
     rng = np.random.default_rng([m, *name.encode()])
     data = random_weight(name, n_out, n_in, rng)
-    keep, weight = on_device(data)
+    _keep, weight = on_device(data)
     x, out = activations(m, n_in, rng), Out(m, n_out, n_out + 3)
     multiply(gpu, x, [Matrix(name, weight, n_out, out.address, out.stride)])
     expected = x.astype(cp.float64) @ values(name, data, n_out, n_in).T
@@ -169,7 +169,7 @@ def test_every_type_and_number_of_rows(gpu, name, m):
 def test_rows_of_few_blocks(gpu, name, n_in, m):
     rng = np.random.default_rng([m, n_in])
     data = random_weight(name, 50, n_in, rng)
-    keep, weight = on_device(data)
+    _keep, weight = on_device(data)
     x, out = activations(m, n_in, rng), Out(m, 50)
     multiply(gpu, x, [Matrix(name, weight, 50, out.address, out.stride)])
     assert error(out.rows(), x.astype(cp.float64) @ values(name, data, 50, n_in).T) < bound(name, m)
@@ -181,7 +181,7 @@ def test_rows_of_few_blocks(gpu, name, n_in, m):
 def test_float_rows_of_any_length(gpu, name, n_in, m):
     rng = np.random.default_rng([m, n_in])
     data = random_weight(name, 19, n_in, rng)
-    keep, weight = on_device(data)
+    _keep, weight = on_device(data)
     x = cp.full((m, n_in + 3), cp.nan, cp.float32)
     x[:, :n_in] = activations(m, n_in, rng)
     out = Out(m, 19)
@@ -190,8 +190,17 @@ def test_float_rows_of_any_length(gpu, name, n_in, m):
     assert error(out.rows(), expected) < max(bound(name, m), 1e-5 if n_in == 1 else 0)
 
 
+MIXES = [
+    ("Q4_K", "Q4_K", "Q6_K"),
+    ("Q5_0", "Q8_0", "Q5_0"),
+    ("F16", "F16", "F16"),
+    ("Q8_0", "F32", "Q4_K"),
+    ("Q6_K", "Q4_K", "Q5_K"),
+]
+
+
 @pytest.mark.parametrize("m", [1, 4, 20, 100])
-@pytest.mark.parametrize("types", [("Q4_K", "Q4_K", "Q6_K"), ("Q5_0", "Q8_0", "Q5_0"), ("F16", "F16", "F16"), ("Q8_0", "F32", "Q4_K"), ("Q6_K", "Q4_K", "Q5_K")])  # fmt: skip
+@pytest.mark.parametrize("types", MIXES)
 def test_several_matrices_with_norm_bias_and_residual(gpu, types, m):
     """The three parts of an attention layer's input, of different heights; the residual is also the output."""
     rng = np.random.default_rng(m)
@@ -245,7 +254,7 @@ def test_swiglu(gpu, name, m):
 def test_same_bits_twice(gpu, name, m):
     rng = np.random.default_rng(m)
     data = random_weight(name, 777, 1024, rng)
-    keep, weight = on_device(data)
+    _keep, weight = on_device(data)
     x = activations(m, 1024, rng)
     results = []
     for _ in range(3):
@@ -265,7 +274,7 @@ def test_activations_beyond_half_precision(gpu, name, m):
     x[:, ::97] = 3e6
     x = cp.asarray(x)
     data = random_weight(name, n_out, n_in, rng)
-    keep, weight = on_device(data)
+    _keep, weight = on_device(data)
     out = Out(m, n_out)
     multiply(gpu, x, [Matrix(name, weight, n_out, out.address, out.stride)])
     assert error(out.rows(), x.astype(cp.float64) @ values(name, data, n_out, n_in).T) < bound(name, m)
@@ -276,7 +285,7 @@ def test_activations_beyond_half_precision(gpu, name, m):
 def test_not_a_number_is_not_lost(gpu, name, m):
     rng = np.random.default_rng(m)
     data = random_weight(name, 40, 256, rng)
-    keep, weight = on_device(data)
+    _keep, weight = on_device(data)
     x = cp.asarray(rng.standard_normal((m, 256)).astype(np.float32))
     x[m - 1, 100] = cp.nan
     out = Out(m, 40)
@@ -292,7 +301,7 @@ def test_any_number_of_blocks(gpu, name, n_multiprocessors):
     rng = np.random.default_rng(5)
     n_in, n_out = 1024, 1100
     data = random_weight(name, n_out, n_in, rng)
-    keep, weight = on_device(data)
+    _keep, weight = on_device(data)
     x, out = activations(1, n_in, rng), Out(1, n_out)
     multiply(
         gpu, x, [Matrix(name, weight, n_out, out.address, out.stride)], limits=Limits(n_multiprocessors, 100 << 10)
@@ -306,7 +315,7 @@ def test_rows_longer_than_shared_memory(gpu, name):
     rng = np.random.default_rng(7)
     n_in, n_out = 8192, 90
     data = random_weight(name, n_out, n_in, rng)
-    keep, weight = on_device(data)
+    _keep, weight = on_device(data)
     x, out = activations(1, n_in, rng, spread=2), Out(1, n_out)
     norm, bias, residual = (cp.asarray(rng.standard_normal(n).astype(np.float32)) for n in (n_in, n_out, n_out))
     matrix = Matrix(name, weight, n_out, out.address, out.stride, bias.data.ptr, residual.data.ptr)
@@ -324,7 +333,7 @@ def test_experts(gpu, name, m, per_expert):
     rng = np.random.default_rng(m)
     n_expert, n_used, n_in, n_out = 7, 3, 256, 45
     data = [random_weight(name, n_out, n_in, rng) for _ in range(n_expert)]
-    keep, weight = on_device(b"".join(data))
+    _keep, weight = on_device(b"".join(data))
     x = activations(m, n_in * (n_used if per_expert else 1), rng, spread=1)
     ids = np.stack([rng.permutation(n_expert)[:n_used] for _ in range(m)])
     routes = cp.asarray(np.concatenate([ids, np.full((m, n_used), np.nan)], axis=1).astype(np.float32))

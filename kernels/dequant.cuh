@@ -6,11 +6,13 @@
 //
 //   elements, bytes      of a block
 //   runs                 of a piece
+//   group                runs that share scale and offset: 1, or 2 for the halves of an aligned 32
 //   zero, greatest       level that means 0, greatest |level - zero|
 //   has_offset           some offset is not 0
-//   is_signed            levels are signed bytes (and zero is 0); otherwise they are below 128
+//   is_signed            levels are signed bytes (and zero is 0)
+//   shift(run)           the bytes of a run are its levels times 2^shift: some bits are taken where they are
 //   fetch(block, piece)  -> Raw: the memory reads, nothing else, so that they can be issued early
-//   decode(raw, piece, run[runs])   arithmetic only; a Raw of zeros decodes to the value 0
+//   decode(raw, piece, runs)    arithmetic only; a Raw of zeros decodes to the value 0
 //   position(piece, run) first element of that run within the block
 //
 // A block begins where the previous one ends: its address is a multiple of `alignment` only. Reads never leave the
@@ -22,10 +24,8 @@
 
 #ifdef __CUDACC__
 #define REFLEX_BOTH __host__ __device__ __forceinline__
-#define REFLEX_TABLE static __device__ const
 #else
 #define REFLEX_BOTH inline
-#define REFLEX_TABLE static const
 #endif
 
 #include "codebooks.cuh"
@@ -114,6 +114,20 @@ struct Words {
 #endif
   }
 
+  // The same from `offset`, a multiple of 4, into a block, where one word more still touches the block.
+  REFLEX_BOTH void load_inside(const uint8_t* block, int offset) {
+#ifdef __CUDA_ARCH__
+    static_assert(shifts, "for blocks at odd places");
+    const uintptr_t address = reinterpret_cast<uintptr_t>(block);
+    const uint32_t* first = reinterpret_cast<const uint32_t*>((address & ~(uintptr_t)3) + offset);
+#pragma unroll
+    for (int i = 0; i <= N; ++i) w[i] = __ldg(first + i);
+    w[N + 1] = 8 * ((uint32_t)address & 3);
+#else
+    load(block + offset);
+#endif
+  }
+
   REFLEX_BOTH uint32_t operator[](int i) const {
 #ifdef __CUDA_ARCH__
     if constexpr (shifts) return __funnelshift_r(w[i], w[i + 1], w[N + 1]);
@@ -145,6 +159,15 @@ REFLEX_BOTH uint32_t load8(const uint8_t* p) {
 
 REFLEX_BOTH uint32_t byte_of(uint32_t word, int i) { return word >> 8 * i & 255; }
 
+// f times byte i of a word, rounded once: under 0x4b a byte b is the float 2^23 + b.
+REFLEX_BOTH float times_byte(float f, uint32_t word, int i) {
+#ifdef __CUDA_ARCH__
+  return fmaf(f, as_float(permute(word, 0x4b000000, 0x7650 + i)), f * -8388608.0f);
+#else
+  return f * (float)byte_of(word, i);
+#endif
+}
+
 // Four bits, one a byte.
 REFLEX_BOTH uint32_t spread_bits(uint32_t b) { return (b & 15) * 0x00204081u & 0x01010101u; }
 
@@ -154,141 +177,146 @@ REFLEX_BOTH uint32_t spread_pairs(uint32_t b) {
   return (b | b << 6 | b << 12 | b << 18) & 0x03030303u;
 }
 
-struct Run {
-  uint32_t q[4];  // 16 levels in element order
-  float scale, offset;
+// The runs of a piece: levels in element order, scales and offsets a group.
+template <int runs, int group>
+struct Runs {
+  uint32_t q[runs][4];
+  float scale[runs / group], offset[runs / group];
 };
 
 // --- 32 elements, one scale -------------------------------------------------------------------------------------------
 
-// Nibbles of 16 bytes, four words from `first`: the low ones are elements 0..15, the high ones 16..31.
+// Nibbles of 16 bytes, four words from `first`: the low ones are elements 0..15, the high ones, left where they are, 16..31.
 template <class Words>
-REFLEX_BOTH void split_nibbles(const Words& words, int first, Run (&run)[2]) {
+REFLEX_BOTH void split_nibbles(const Words& words, int first, uint32_t (&low)[4], uint32_t (&high)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint32_t qs = words[first + i];
-    run[0].q[i] = qs & 0x0f0f0f0f;
-    run[1].q[i] = qs >> 4 & 0x0f0f0f0f;
+    low[i] = words[first + i] & 0x0f0f0f0f;
+    high[i] = words[first + i] & 0xf0f0f0f0;
   }
 }
 
 struct Q4_0 {  // d f16, qs[16]
-  static constexpr int elements = 32, bytes = 18, alignment = 2, runs = 2, zero = 8, greatest = 8;
+  static constexpr int elements = 32, bytes = 18, alignment = 2, runs = 2, group = 2, zero = 8, greatest = 8;
   static constexpr bool has_offset = false, is_signed = false;
   struct Raw {
     Words<4, 2> qs;
     uint32_t d;
   };
   static REFLEX_BOTH constexpr int position(int, int run) { return 16 * run; }
+  static REFLEX_BOTH constexpr int shift(int run) { return 4 * run; }
   static REFLEX_BOTH Raw fetch(const uint8_t* block, int) {
     Raw raw;
     raw.d = load16(block);
     raw.qs.load(block + 2);
     return raw;
   }
-  static REFLEX_BOTH void decode(const Raw& raw, int, Run (&run)[2]) {
-    split_nibbles(raw.qs, 0, run);
-    run[0].scale = run[1].scale = half_bits(raw.d);
-    run[0].offset = run[1].offset = 0;
+  static REFLEX_BOTH void decode(const Raw& raw, int, Runs<2, 2>& out) {
+    split_nibbles(raw.qs, 0, out.q[0], out.q[1]);
+    out.scale[0] = half_bits(raw.d);
+    out.offset[0] = 0;
   }
 };
 
 struct Q4_1 {  // d, m f16, qs[16]
-  static constexpr int elements = 32, bytes = 20, alignment = 4, runs = 2, zero = 0, greatest = 15;
+  static constexpr int elements = 32, bytes = 20, alignment = 4, runs = 2, group = 2, zero = 0, greatest = 15;
   static constexpr bool has_offset = true, is_signed = false;
   struct Raw {
     Words<5, 4> w;
   };
   static REFLEX_BOTH constexpr int position(int, int run) { return 16 * run; }
+  static REFLEX_BOTH constexpr int shift(int run) { return 4 * run; }
   static REFLEX_BOTH Raw fetch(const uint8_t* block, int) {
     Raw raw;
     raw.w.load(block);
     return raw;
   }
-  static REFLEX_BOTH void decode(const Raw& raw, int, Run (&run)[2]) {
-    split_nibbles(raw.w, 1, run);
-    run[0].scale = run[1].scale = half_bits(raw.w[0]);
-    run[0].offset = run[1].offset = half_bits(raw.w[0] >> 16);
+  static REFLEX_BOTH void decode(const Raw& raw, int, Runs<2, 2>& out) {
+    split_nibbles(raw.w, 1, out.q[0], out.q[1]);
+    out.scale[0] = half_bits(raw.w[0]);
+    out.offset[0] = half_bits(raw.w[0] >> 16);
   }
 };
 
-// Bit j of `qh` becomes bit 4 of element j.
-REFLEX_BOTH void add_fifth_bits(uint32_t qh, Run (&run)[2]) {
+// Nibbles as above, and bit j of `qh` as bit 4 of element j.
+template <class Words>
+REFLEX_BOTH void five_bits(const Words& words, int first, uint32_t qh, uint32_t (&low)[4], uint32_t (&high)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    run[0].q[i] |= spread_bits(qh >> 4 * i) << 4;
-    run[1].q[i] |= spread_bits(qh >> (16 + 4 * i)) << 4;
+    low[i] = (words[first + i] & 0x0f0f0f0f) | spread_bits(qh >> 4 * i) << 4;
+    high[i] = (words[first + i] >> 4 & 0x0f0f0f0f) | spread_bits(qh >> (16 + 4 * i)) << 4;
   }
 }
 
 struct Q5_0 {  // d f16, qh u32, qs[16]
-  static constexpr int elements = 32, bytes = 22, alignment = 2, runs = 2, zero = 16, greatest = 16;
+  static constexpr int elements = 32, bytes = 22, alignment = 2, runs = 2, group = 2, zero = 16, greatest = 16;
   static constexpr bool has_offset = false, is_signed = false;
   struct Raw {
     Words<5, 2> w;
     uint32_t d;
   };
   static REFLEX_BOTH constexpr int position(int, int run) { return 16 * run; }
+  static REFLEX_BOTH constexpr int shift(int) { return 0; }
   static REFLEX_BOTH Raw fetch(const uint8_t* block, int) {
     Raw raw;
     raw.d = load16(block);
     raw.w.load(block + 2);
     return raw;
   }
-  static REFLEX_BOTH void decode(const Raw& raw, int, Run (&run)[2]) {
-    split_nibbles(raw.w, 1, run);
-    add_fifth_bits(raw.w[0], run);
-    run[0].scale = run[1].scale = half_bits(raw.d);
-    run[0].offset = run[1].offset = 0;
+  static REFLEX_BOTH void decode(const Raw& raw, int, Runs<2, 2>& out) {
+    five_bits(raw.w, 1, raw.w[0], out.q[0], out.q[1]);
+    out.scale[0] = half_bits(raw.d);
+    out.offset[0] = 0;
   }
 };
 
 struct Q5_1 {  // d, m f16, qh u32, qs[16]
-  static constexpr int elements = 32, bytes = 24, alignment = 8, runs = 2, zero = 0, greatest = 31;
+  static constexpr int elements = 32, bytes = 24, alignment = 8, runs = 2, group = 2, zero = 0, greatest = 31;
   static constexpr bool has_offset = true, is_signed = false;
   struct Raw {
     Words<6, 8> w;
   };
   static REFLEX_BOTH constexpr int position(int, int run) { return 16 * run; }
+  static REFLEX_BOTH constexpr int shift(int) { return 0; }
   static REFLEX_BOTH Raw fetch(const uint8_t* block, int) {
     Raw raw;
     raw.w.load(block);
     return raw;
   }
-  static REFLEX_BOTH void decode(const Raw& raw, int, Run (&run)[2]) {
-    split_nibbles(raw.w, 2, run);
-    add_fifth_bits(raw.w[1], run);
-    run[0].scale = run[1].scale = half_bits(raw.w[0]);
-    run[0].offset = run[1].offset = half_bits(raw.w[0] >> 16);
+  static REFLEX_BOTH void decode(const Raw& raw, int, Runs<2, 2>& out) {
+    five_bits(raw.w, 2, raw.w[1], out.q[0], out.q[1]);
+    out.scale[0] = half_bits(raw.w[0]);
+    out.offset[0] = half_bits(raw.w[0] >> 16);
   }
 };
 
 struct Q8_0 {  // d f16, i8[32]
-  static constexpr int elements = 32, bytes = 34, alignment = 2, runs = 1, zero = 0, greatest = 128;
+  static constexpr int elements = 32, bytes = 34, alignment = 2, runs = 1, group = 1, zero = 0, greatest = 128;
   static constexpr bool has_offset = false, is_signed = true;
   struct Raw {
     Words<4, 2> qs;
     uint32_t d;
   };
   static REFLEX_BOTH constexpr int position(int piece, int) { return 16 * piece; }
+  static REFLEX_BOTH constexpr int shift(int) { return 0; }
   static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
     Raw raw;
     raw.d = load16(block);
     raw.qs.load(block + 2 + 16 * piece);
     return raw;
   }
-  static REFLEX_BOTH void decode(const Raw& raw, int, Run (&run)[1]) {
+  static REFLEX_BOTH void decode(const Raw& raw, int, Runs<1, 1>& out) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) run[0].q[i] = raw.qs[i];
-    run[0].scale = half_bits(raw.d);
-    run[0].offset = 0;
+    for (int i = 0; i < 4; ++i) out.q[0][i] = raw.qs[i];
+    out.scale[0] = half_bits(raw.d);
+    out.offset[0] = 0;
   }
 };
 
 // --- k-quants: 256 elements, small integer scales under one or two half-precision ones ---------------------------------
 
 struct Q2_K {  // scales[16], qs[64], d, dmin f16
-  static constexpr int elements = 256, bytes = 84, alignment = 4, runs = 4, zero = 0, greatest = 3;
+  static constexpr int elements = 256, bytes = 84, alignment = 4, runs = 4, group = 1, zero = 0, greatest = 3;
   static constexpr bool has_offset = true, is_signed = false;
   struct Raw {
     Words<4, 4> qs;
@@ -296,6 +324,7 @@ struct Q2_K {  // scales[16], qs[64], d, dmin f16
     Words<1, 4> d;
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 128 * (piece >> 1) + 32 * run + 16 * (piece & 1); }
+  static REFLEX_BOTH constexpr int shift(int run) { return 2 * run; }
   static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
     Raw raw;
     raw.qs.load(block + 16 + 16 * piece);
@@ -303,21 +332,21 @@ struct Q2_K {  // scales[16], qs[64], d, dmin f16
     raw.d.load(block + 80);
     return raw;
   }
-  static REFLEX_BOTH void decode(const Raw& raw, int piece, Run (&run)[4]) {
+  static REFLEX_BOTH void decode(const Raw& raw, int piece, Runs<4, 1>& out) {
     const float d = half_bits(raw.d[0]), dmin = half_bits(raw.d[0] >> 16);
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       const uint32_t s = raw.scales[r >> 1] >> (16 * (r & 1) + 8 * (piece & 1));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) run[r].q[i] = raw.qs[i] >> 2 * r & 0x03030303;
-      run[r].scale = d * (float)(s & 15);
-      run[r].offset = -dmin * (float)(s >> 4 & 15);
+      for (int i = 0; i < 4; ++i) out.q[r][i] = raw.qs[i] & 0x03030303u << 2 * r;
+      out.scale[r] = d * (float)(s & 15);
+      out.offset[r] = -dmin * (float)(s >> 4 & 15);
     }
   }
 };
 
 struct Q3_K {  // hmask[32], qs[64], scales[12], d f16
-  static constexpr int elements = 256, bytes = 110, alignment = 2, runs = 4, zero = 4, greatest = 4;
+  static constexpr int elements = 256, bytes = 110, alignment = 2, runs = 4, group = 1, zero = 4, greatest = 4;
   static constexpr bool has_offset = false, is_signed = false;
   struct Raw {
     Words<4, 2> qs;
@@ -326,127 +355,141 @@ struct Q3_K {  // hmask[32], qs[64], scales[12], d f16
     uint32_t d;
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 128 * (piece >> 1) + 32 * run + 16 * (piece & 1); }
+  static REFLEX_BOTH constexpr int shift(int) { return 0; }
   static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
     Raw raw;
-    raw.qs.load(block + 32 + 16 * piece);
-    raw.high.load(block + 16 * (piece & 1));
-    raw.scales.load(block + 96);
+    raw.qs.load_inside(block, 16 * piece + 32);
+    raw.high.load_inside(block, 16 * (piece & 1));
+    raw.scales.load_inside(block, 96);
     raw.d = load16(block + 108);
     return raw;
   }
-  static REFLEX_BOTH void decode(const Raw& raw, int piece, Run (&run)[4]) {
+  static REFLEX_BOTH void decode(const Raw& raw, int piece, Runs<4, 1>& out) {
     const float d = half_bits(raw.d);
     const int half = piece >> 1, column = piece & 1;
     // Scales 0..7 are the low nibbles of 8 bytes, 8..15 the high ones; scale k has 2 more bits in byte 8 + k % 4.
     const uint32_t low[2] = {raw.scales[0] >> 4 * half & 0x0f0f0f0f, raw.scales[1] >> 4 * half & 0x0f0f0f0f};
+    uint32_t qs[4], high[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) qs[i] = raw.qs[i], high[i] = raw.high[i] >> 4 * half;
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       const int k = 2 * r + column;  // and 8 * half
       const uint32_t l = low[r >> 1] >> (16 * (r & 1) + 8 * column) & 15;
       const uint32_t h = raw.scales[2] >> (8 * (k & 3) + 4 * half + 2 * (k >> 2)) & 3;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        run[r].q[i] = (raw.qs[i] >> 2 * r & 0x03030303) | (raw.high[i] >> (4 * half + r) & 0x01010101) << 2;
-      }
-      run[r].scale = d * (float)((int)(l | h << 4) - 32);
-      run[r].offset = 0;
+      for (int i = 0; i < 4; ++i) out.q[r][i] = (qs[i] >> 2 * r & 0x03030303) | (high[i] >> r & 0x01010101) << 2;
+      out.scale[r] = d * (float)((int)(l | h << 4) - 32);
+      out.offset[r] = 0;
     }
   }
 };
 
 // Q4_K and Q5_K: 6-bit scales and minima of sub-blocks 2 * pair and 2 * pair + 1. w[0] is d and dmin; w[1] has scales
 // 0..3 and, in its top bits, two bits of scales 4..7; w[2] the same of minima; w[3] the other four bits of both.
-REFLEX_BOTH void k_scales(const Words<4, 16>& w, int pair, Run (&run)[2]) {
+REFLEX_BOTH void k_scales(const Words<4, 16>& w, int pair, float (&scale)[2], float (&offset)[2]) {
   const float d = half_bits(w[0]), dmin = half_bits(w[0] >> 16);
   const uint32_t half = pair & 1 ? 0x7632 : 0x5410;  // two bytes of one word, two of another
   const uint32_t six = permute(w[1], w[2], half), four = permute(w[3], w[3] >> 4, half);
-  const uint32_t both = pair & 2 ? (four & 0x0f0f0f0f) | (six >> 2 & 0x30303030) : six & 0x3f3f3f3f;
-  run[0].scale = d * (float)(both & 255);
-  run[1].scale = d * (float)(both >> 8 & 255);
-  run[0].offset = -dmin * (float)(both >> 16 & 255);
-  run[1].offset = -dmin * (float)(both >> 24);
+  const uint32_t both = (pair & 2 ? (four & 0x0f0f0f0f) | (six >> 2 & 0xf0f0f0f0) : six) & 0x3f3f3f3f;
+  scale[0] = times_byte(d, both, 0);
+  scale[1] = times_byte(d, both, 1);
+  offset[0] = times_byte(-dmin, both, 2);
+  offset[1] = times_byte(-dmin, both, 3);
 }
 
 struct Q4_K {  // d, dmin f16, scales[12], qs[128]
-  static constexpr int elements = 256, bytes = 144, alignment = 16, runs = 2, zero = 0, greatest = 15;
+  static constexpr int elements = 256, bytes = 144, alignment = 16, runs = 4, group = 2, zero = 0, greatest = 15;
   static constexpr bool has_offset = true, is_signed = false;
   struct Raw {
-    Words<4, 16> qs;
+    Words<4, 16> qs[2];
     Words<4, 16> header;
   };
-  static REFLEX_BOTH constexpr int position(int piece, int run) { return 64 * (piece >> 1) + 32 * run + 16 * (piece & 1); }
+  static REFLEX_BOTH constexpr int position(int piece, int run) { return 64 * piece + 16 * run; }
+  static REFLEX_BOTH constexpr int shift(int run) { return run < 2 ? 0 : 4; }
   static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
     Raw raw;
-    raw.qs.load(block + 16 + 16 * piece);
+    const uint8_t* qs = block + 32 * piece;
+    raw.qs[0].load(qs + 16);
+    raw.qs[1].load(qs + 32);
     raw.header.load(block);
     return raw;
   }
-  static REFLEX_BOTH void decode(const Raw& raw, int piece, Run (&run)[2]) {
-    split_nibbles(raw.qs, 0, run);
-    k_scales(raw.header, piece >> 1, run);
+  static REFLEX_BOTH void decode(const Raw& raw, int piece, Runs<4, 2>& out) {
+    split_nibbles(raw.qs[0], 0, out.q[0], out.q[2]);
+    split_nibbles(raw.qs[1], 0, out.q[1], out.q[3]);
+    k_scales(raw.header, piece, out.scale, out.offset);
   }
 };
 
 struct Q5_K {  // d, dmin f16, scales[12], qh[32], qs[128]
-  static constexpr int elements = 256, bytes = 176, alignment = 16, runs = 2, zero = 0, greatest = 31;
+  static constexpr int elements = 256, bytes = 176, alignment = 16, runs = 4, group = 2, zero = 0, greatest = 31;
   static constexpr bool has_offset = true, is_signed = false;
   struct Raw {
-    Words<4, 16> qs;
-    Words<4, 16> high;
-    Words<4, 16> header;
+    Words<4, 16> qs[2], high[2], header;
   };
-  static REFLEX_BOTH constexpr int position(int piece, int run) { return 64 * (piece >> 1) + 32 * run + 16 * (piece & 1); }
+  static REFLEX_BOTH constexpr int position(int piece, int run) { return 64 * piece + 16 * run; }
+  static REFLEX_BOTH constexpr int shift(int) { return 0; }
   static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
     Raw raw;
-    raw.qs.load(block + 48 + 16 * piece);
-    raw.high.load(block + 16 + 16 * (piece & 1));
+    const uint8_t* qs = block + 32 * piece;
+    raw.qs[0].load(qs + 48);
+    raw.qs[1].load(qs + 64);
+    raw.high[0].load(block + 16);
+    raw.high[1].load(block + 32);
     raw.header.load(block);
     return raw;
   }
-  static REFLEX_BOTH void decode(const Raw& raw, int piece, Run (&run)[2]) {
-    split_nibbles(raw.qs, 0, run);
-    const int bit = 2 * (piece >> 1);
+  static REFLEX_BOTH void decode(const Raw& raw, int piece, Runs<4, 2>& out) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t high = raw.high[i] >> bit;
-      run[0].q[i] |= (high & 0x01010101) << 4;
-      run[1].q[i] |= (high & 0x02020202) << 3;
+    for (int c = 0; c < 2; ++c) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t high = raw.high[c][i] >> 2 * piece;
+        out.q[c][i] = (raw.qs[c][i] & 0x0f0f0f0f) | (high & 0x01010101) << 4;
+        out.q[2 + c][i] = (raw.qs[c][i] >> 4 & 0x0f0f0f0f) | (high & 0x02020202) << 3;
+      }
     }
-    k_scales(raw.header, piece >> 1, run);
+    k_scales(raw.header, piece, out.scale, out.offset);
   }
 };
 
 struct Q6_K {  // ql[128], qh[64], i8 scales[16], d f16
-  static constexpr int elements = 256, bytes = 210, alignment = 2, runs = 2, zero = 32, greatest = 32;
+  static constexpr int elements = 256, bytes = 210, alignment = 2, runs = 4, group = 1, zero = 32, greatest = 32;
   static constexpr bool has_offset = false, is_signed = false;
   struct Raw {
-    Words<4, 2> ql;
-    Words<4, 2> qh;
-    uint32_t scale0, scale1, d;
+    Words<4, 2> ql[2], qh;  // two columns of ql share one of qh
+    Words<2, 2> scales;
+    uint32_t d;
   };
-  static REFLEX_BOTH constexpr int position(int piece, int run) { return 128 * (piece >> 2) + 64 * run + 16 * (piece & 3); }
+  static REFLEX_BOTH constexpr int position(int piece, int run) { return 128 * (piece >> 1) + 32 * run + 16 * (piece & 1); }
+  static REFLEX_BOTH constexpr int shift(int) { return 0; }
   static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
     Raw raw;
-    const int half = piece >> 2, column = piece & 3;
-    raw.ql.load(block + 16 * piece);
-    raw.qh.load(block + 128 + 32 * half + 16 * (column & 1));
-    raw.scale0 = load8(block + 192 + 8 * half + column);
-    raw.scale1 = load8(block + 192 + 8 * half + column + 4);
+    const int half = piece >> 1, column = piece & 1;
+    raw.ql[0].load_inside(block, 64 * half + 16 * column);
+    raw.ql[1].load_inside(block, 64 * half + 16 * column + 32);
+    raw.qh.load_inside(block, 32 * half + 16 * column + 128);
+    raw.scales.load_inside(block, 8 * half + 192);
     raw.d = load16(block + 208);
     return raw;
   }
-  static REFLEX_BOTH void decode(const Raw& raw, int piece, Run (&run)[2]) {
-    const int shift = piece & 2;  // the second 32 bytes of ql go with bits 2..3 and 6..7 of qh
-    const float d = half_bits(raw.d);
+  static REFLEX_BOTH void decode(const Raw& raw, int piece, Runs<4, 1>& out) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t high = raw.qh[i] >> shift;
-      run[0].q[i] = (raw.ql[i] & 0x0f0f0f0f) | (high & 0x03030303) << 4;
-      run[1].q[i] = (raw.ql[i] >> 4 & 0x0f0f0f0f) | (high & 0x30303030);
+      const uint32_t low = raw.ql[0][i], next = raw.ql[1][i], high = raw.qh[i];
+      out.q[0][i] = (low & 0x0f0f0f0f) | (high << 4 & 0x30303030);
+      out.q[1][i] = (next & 0x0f0f0f0f) | (high << 2 & 0x30303030);
+      out.q[2][i] = (low >> 4 & 0x0f0f0f0f) | (high & 0x30303030);
+      out.q[3][i] = (next >> 4 & 0x0f0f0f0f) | (high >> 2 & 0x30303030);
     }
-    run[0].scale = d * (float)(int8_t)raw.scale0;
-    run[1].scale = d * (float)(int8_t)raw.scale1;
-    run[0].offset = run[1].offset = 0;
+    const float d = half_bits(raw.d);
+    const uint32_t scales = permute(raw.scales[0], raw.scales[1], piece & 1 ? 0x7531 : 0x6420);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      out.scale[r] = d * (float)(int8_t)byte_of(scales, r);
+      out.offset[r] = 0;
+    }
   }
 };
 
@@ -461,84 +504,88 @@ REFLEX_BOTH void look_up(const uint32_t (&table)[4], uint32_t nibbles, uint32_t&
 
 // As split_nibbles, through a table.
 template <class Words>
-REFLEX_BOTH void look_up_nibbles(const uint32_t (&table)[4], const Words& qs, Run (&run)[2]) {
+REFLEX_BOTH void look_up_nibbles(const uint32_t (&table)[4], const Words& qs, Runs<2, 2>& out) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     uint32_t first, second;
     look_up(table, qs[i], first, second);
-    run[0].q[i] = permute(first, second, 0x6420);
-    run[1].q[i] = permute(first, second, 0x7531);
+    out.q[0][i] = permute(first, second, 0x6420);
+    out.q[1][i] = permute(first, second, 0x7531);
   }
 }
 
 struct IQ4_NL {  // d f16, qs[16]
-  static constexpr int elements = 32, bytes = 18, alignment = 2, runs = 2, zero = 0, greatest = 127;
+  static constexpr int elements = 32, bytes = 18, alignment = 2, runs = 2, group = 2, zero = 0, greatest = 127;
   static constexpr bool has_offset = false, is_signed = true;
   using Raw = Q4_0::Raw;
   static REFLEX_BOTH constexpr int position(int, int run) { return 16 * run; }
+  static REFLEX_BOTH constexpr int shift(int) { return 0; }
   static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) { return Q4_0::fetch(block, piece); }
-  static REFLEX_BOTH void decode(const Raw& raw, int, Run (&run)[2]) {
+  static REFLEX_BOTH void decode(const Raw& raw, int, Runs<2, 2>& out) {
     const uint32_t table[4] = IQ4_TABLE;
-    look_up_nibbles(table, raw.qs, run);
-    run[0].scale = run[1].scale = half_bits(raw.d);
-    run[0].offset = run[1].offset = 0;
+    look_up_nibbles(table, raw.qs, out);
+    out.scale[0] = half_bits(raw.d);
+    out.offset[0] = 0;
   }
 };
 
 struct IQ4_XS {  // d f16, scales_h u16, scales_l[4], qs[128]
-  static constexpr int elements = 256, bytes = 136, alignment = 8, runs = 2, zero = 0, greatest = 127;
+  static constexpr int elements = 256, bytes = 136, alignment = 8, runs = 2, group = 2, zero = 0, greatest = 127;
   static constexpr bool has_offset = false, is_signed = true;
   struct Raw {
     Words<4, 8> qs;
     Words<2, 8> header;
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 32 * piece + 16 * run; }
+  static REFLEX_BOTH constexpr int shift(int) { return 0; }
   static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
     Raw raw;
     raw.qs.load(block + 8 + 16 * piece);
     raw.header.load(block);
     return raw;
   }
-  static REFLEX_BOTH void decode(const Raw& raw, int piece, Run (&run)[2]) {
+  static REFLEX_BOTH void decode(const Raw& raw, int piece, Runs<2, 2>& out) {
     const uint32_t table[4] = IQ4_TABLE;
-    look_up_nibbles(table, raw.qs, run);
+    look_up_nibbles(table, raw.qs, out);
     const uint32_t scale = (raw.header[1] >> 4 * piece & 15) | (raw.header[0] >> (16 + 2 * piece) & 3) << 4;
-    run[0].scale = run[1].scale = half_bits(raw.header[0]) * (float)((int)scale - 32);
-    run[0].offset = run[1].offset = 0;
+    out.scale[0] = half_bits(raw.header[0]) * (float)((int)scale - 32);
+    out.offset[0] = 0;
   }
 };
 
 struct MXFP4 {  // e u8, qs[16]
-  static constexpr int elements = 32, bytes = 17, alignment = 1, runs = 2, zero = 0, greatest = 12;
+  static constexpr int elements = 32, bytes = 17, alignment = 1, runs = 2, group = 2, zero = 0, greatest = 12;
   static constexpr bool has_offset = false, is_signed = true;
   struct Raw {
     Words<4, 1> qs;
     uint32_t e;
   };
   static REFLEX_BOTH constexpr int position(int, int run) { return 16 * run; }
+  static REFLEX_BOTH constexpr int shift(int) { return 0; }
   static REFLEX_BOTH Raw fetch(const uint8_t* block, int) {
     Raw raw;
     raw.e = load8(block);
     raw.qs.load(block + 1);
     return raw;
   }
-  static REFLEX_BOTH void decode(const Raw& raw, int, Run (&run)[2]) {
+  static REFLEX_BOTH void decode(const Raw& raw, int, Runs<2, 2>& out) {
     const uint32_t table[4] = FP4_TABLE;
-    look_up_nibbles(table, raw.qs, run);
+    look_up_nibbles(table, raw.qs, out);
     // 2^(e - 128): half of E8M0's value, since the table holds doubled ones; subnormal below e = 2.
-    run[0].scale = run[1].scale = as_float(raw.e >= 2 ? (raw.e - 1) << 23 : 0x00200000u << raw.e);
-    run[0].offset = run[1].offset = 0;
+    out.scale[0] = as_float(raw.e >= 2 ? (raw.e - 1) << 23 : 0x00200000u << raw.e);
+    out.offset[0] = 0;
   }
 };
 
 struct NVFP4 {  // ue4m3 d[4], qs[32]: 4 sub-blocks of 16, the high nibbles of 8 bytes follow the low ones
-  static constexpr int elements = 64, bytes = 36, alignment = 4, runs = 2, zero = 0, greatest = 12;
+  static constexpr int elements = 64, bytes = 36, alignment = 4, runs = 2, group = 1, zero = 0, greatest = 12;
   static constexpr bool has_offset = false, is_signed = true;
   struct Raw {
     Words<4, 4> qs;
     Words<1, 4> d;
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 32 * piece + 16 * run; }
+  static REFLEX_BOTH constexpr int shift(int) { return 0; }
   static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
     Raw raw;
     raw.qs.load(block + 4 + 16 * piece);
@@ -550,7 +597,7 @@ struct NVFP4 {  // ue4m3 d[4], qs[32]: 4 sub-blocks of 16, the high nibbles of 8
     if (x == 0x7f) return 0;
     return exponent ? as_float((exponent + 119) << 23 | mantissa << 20) : (float)mantissa * (1.0f / 1024);
   }
-  static REFLEX_BOTH void decode(const Raw& raw, int piece, Run (&run)[2]) {
+  static REFLEX_BOTH void decode(const Raw& raw, int piece, Runs<2, 1>& out) {
     const uint32_t table[4] = FP4_TABLE;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -558,11 +605,11 @@ struct NVFP4 {  // ue4m3 d[4], qs[32]: 4 sub-blocks of 16, the high nibbles of 8
       for (int i = 0; i < 2; ++i) {
         uint32_t first, second;
         look_up(table, raw.qs[2 * r + i], first, second);
-        run[r].q[i] = permute(first, second, 0x6420);
-        run[r].q[i + 2] = permute(first, second, 0x7531);
+        out.q[r][i] = permute(first, second, 0x6420);
+        out.q[r][i + 2] = permute(first, second, 0x7531);
       }
-      run[r].scale = half_ue4m3(byte_of(raw.d[0], 2 * piece + r));
-      run[r].offset = 0;
+      out.scale[r] = half_ue4m3(byte_of(raw.d[0], 2 * piece + r));
+      out.offset[r] = 0;
     }
   }
 };
@@ -570,76 +617,77 @@ struct NVFP4 {  // ue4m3 d[4], qs[32]: 4 sub-blocks of 16, the high nibbles of 8
 // --- one to two bits --------------------------------------------------------------------------------------------------
 
 struct Q1_0 {  // d f16, bits[16]: -d or d
-  static constexpr int elements = 128, bytes = 18, alignment = 2, runs = 2, zero = 1, greatest = 1;
+  static constexpr int elements = 128, bytes = 18, alignment = 2, runs = 2, group = 2, zero = 1, greatest = 1;
   static constexpr bool has_offset = false, is_signed = false;
   struct Raw {
     Words<1, 2> bits;
     uint32_t d;
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 32 * piece + 16 * run; }
+  static REFLEX_BOTH constexpr int shift(int) { return 0; }
   static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
     Raw raw;
     raw.d = load16(block);
     raw.bits.load(block + 2 + 4 * piece);
     return raw;
   }
-  static REFLEX_BOTH void decode(const Raw& raw, int, Run (&run)[2]) {
+  static REFLEX_BOTH void decode(const Raw& raw, int, Runs<2, 2>& out) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) run[r].q[i] = spread_bits(raw.bits[0] >> (16 * r + 4 * i)) << 1;
-      run[r].scale = half_bits(raw.d);
-      run[r].offset = 0;
-    }
+    for (int i = 0; i < 8; ++i) out.q[i >> 2][i & 3] = spread_bits(raw.bits[0] >> 4 * i) << 1;
+    out.scale[0] = half_bits(raw.d);
+    out.offset[0] = 0;
   }
 };
 
 struct Q2_0 {  // d f16, qs[16]: d * (q - 1)
-  static constexpr int elements = 64, bytes = 18, alignment = 2, runs = 2, zero = 1, greatest = 2;
+  static constexpr int elements = 64, bytes = 18, alignment = 2, runs = 2, group = 2, zero = 1, greatest = 2;
   static constexpr bool has_offset = false, is_signed = false;
   struct Raw {
     Words<2, 2> qs;
     uint32_t d;
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 32 * piece + 16 * run; }
+  static REFLEX_BOTH constexpr int shift(int) { return 0; }
   static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
     Raw raw;
     raw.d = load16(block);
     raw.qs.load(block + 2 + 8 * piece);
     return raw;
   }
-  static REFLEX_BOTH void decode(const Raw& raw, int, Run (&run)[2]) {
+  static REFLEX_BOTH void decode(const Raw& raw, int, Runs<2, 2>& out) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) run[r].q[i] = spread_pairs(byte_of(raw.qs[r], i));
-      run[r].scale = half_bits(raw.d);
-      run[r].offset = 0;
-    }
+    for (int i = 0; i < 8; ++i) out.q[i >> 2][i & 3] = spread_pairs(byte_of(raw.qs[i >> 2], i & 3));
+    out.scale[0] = half_bits(raw.d);
+    out.offset[0] = 0;
   }
 };
 
 struct TQ2_0 {  // qs[64], d f16: d * (q - 1)
-  static constexpr int elements = 256, bytes = 66, alignment = 2, runs = 4, zero = 1, greatest = 2;
+  static constexpr int elements = 256, bytes = 66, alignment = 2, runs = 4, group = 1, zero = 1, greatest = 2;
   static constexpr bool has_offset = false, is_signed = false;
   struct Raw {
     Words<4, 2> qs;
     uint32_t d;
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 128 * (piece >> 1) + 32 * run + 16 * (piece & 1); }
+  static REFLEX_BOTH constexpr int shift(int run) { return 2 * run; }
   static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
     Raw raw;
     raw.qs.load(block + 16 * piece);
     raw.d = load16(block + 64);
     return raw;
   }
-  static REFLEX_BOTH void decode(const Raw& raw, int, Run (&run)[4]) {
+  static REFLEX_BOTH void decode(const Raw& raw, int, Runs<4, 1>& out) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t qs = raw.qs[i];
+#pragma unroll
+      for (int r = 0; r < 4; ++r) out.q[r][i] = qs & 0x03030303u << 2 * r;
+    }
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) run[r].q[i] = raw.qs[i] >> 2 * r & 0x03030303;
-      run[r].scale = half_bits(raw.d);
-      run[r].offset = 0;
+      out.scale[r] = half_bits(raw.d);
+      out.offset[r] = 0;
     }
   }
 };
@@ -647,13 +695,14 @@ struct TQ2_0 {  // qs[64], d f16: d * (q - 1)
 struct TQ1_0 {  // qs[48], qh[4], d f16: base-3 digits, d * (digit - 1)
   // A byte is a fraction of 256 whose base-3 digits these are: times 3^i modulo 256, then the digit is 3 * it div 256.
   // Digit i of bytes 0..31 are elements 32 i + .., of bytes 32..47 elements 160 + 16 i + .., of qh 240 + 4 i + ...
-  static constexpr int elements = 256, bytes = 54, alignment = 2, runs = 1, zero = 1, greatest = 1;
+  static constexpr int elements = 256, bytes = 54, alignment = 2, runs = 1, group = 1, zero = 1, greatest = 1;
   static constexpr bool has_offset = false, is_signed = false;
   struct Raw {
     Words<4, 2> qs;
     uint32_t d;
   };
   static REFLEX_BOTH constexpr int position(int piece, int) { return 16 * piece; }
+  static REFLEX_BOTH constexpr int shift(int) { return 0; }
   static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
     Raw raw;
     raw.qs.load(block + (piece < 10 ? 16 * (piece & 1) : piece < 15 ? 32 : 36));  // the last ends with qh
@@ -661,7 +710,7 @@ struct TQ1_0 {  // qs[48], qh[4], d f16: base-3 digits, d * (digit - 1)
     return raw;
   }
   static REFLEX_BOTH uint32_t power_of_3(int i) { return i == 0 ? 1 : i == 1 ? 3 : i == 2 ? 9 : i == 3 ? 27 : 81; }
-  static REFLEX_BOTH void decode(const Raw& raw, int piece, Run (&run)[1]) {
+  static REFLEX_BOTH void decode(const Raw& raw, int piece, Runs<1, 1>& out) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t factor = power_of_3(piece < 10 ? piece >> 1 : piece < 15 ? piece - 10 : i);
@@ -669,10 +718,10 @@ struct TQ1_0 {  // qs[48], qh[4], d f16: base-3 digits, d * (digit - 1)
       // Two bytes at a time in 16-bit lanes.
       const uint32_t even = ((qs & 0x00ff00ff) * factor & 0x00ff00ff) * 3;
       const uint32_t odd = ((qs >> 8 & 0x00ff00ff) * factor & 0x00ff00ff) * 3;
-      run[0].q[i] = (even >> 8 & 0x00ff00ff) | (odd & 0xff00ff00);
+      out.q[0][i] = (even >> 8 & 0x00ff00ff) | (odd & 0xff00ff00);
     }
-    run[0].scale = half_bits(raw.d);
-    run[0].offset = 0;
+    out.scale[0] = half_bits(raw.d);
+    out.offset[0] = 0;
   }
 };
 
@@ -700,39 +749,41 @@ REFLEX_BOTH void signs8(uint32_t bits, uint32_t (&q)[4], int at) {
 }
 
 struct IQ2_XXS {  // d f16, then per 32 elements: 4 indices u8, u32 of four 7-bit signs and a 4-bit scale
-  static constexpr int elements = 256, bytes = 66, alignment = 2, runs = 2, zero = 0, greatest = 43;
+  static constexpr int elements = 256, bytes = 66, alignment = 2, runs = 2, group = 2, zero = 0, greatest = 43;
   static constexpr bool has_offset = false, is_signed = true;
   struct Raw {
     Words<2, 2> w;
     uint32_t d;
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 32 * piece + 16 * run; }
+  static REFLEX_BOTH constexpr int shift(int) { return 0; }
   static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
     Raw raw;
     raw.d = load16(block);
     raw.w.load(block + 2 + 8 * piece);
     return raw;
   }
-  static REFLEX_BOTH void decode(const Raw& raw, int, Run (&run)[2]) {
-    const float scale = half_bits(raw.d) * ((float)(raw.w[1] >> 28) + 0.5f) * 0.25f;
+  static REFLEX_BOTH void decode(const Raw& raw, int, Runs<2, 2>& out) {
+    const uint32_t index = raw.w[0], word = raw.w[1];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      point8(IQ2_XXS_POINTS<>[byte_of(raw.w[0], k)], IQ2_XXS_VALUES, run[k >> 1].q, 2 * (k & 1));
-      signs8(even_signs(raw.w[1] >> 7 * k & 127), run[k >> 1].q, 2 * (k & 1));
+      point8(iq2_xxs_point(byte_of(index, k)), IQ2_XXS_VALUES, out.q[k >> 1], 2 * (k & 1));
+      signs8(even_signs(word >> 7 * k & 127), out.q[k >> 1], 2 * (k & 1));
     }
-    run[0].scale = run[1].scale = scale;
-    run[0].offset = run[1].offset = 0;
+    out.scale[0] = half_bits(raw.d) * ((float)(word >> 28) + 0.5f) * 0.25f;
+    out.offset[0] = 0;
   }
 };
 
 struct IQ2_XS {  // d f16, u16[32] of a 9-bit index and 7 signs, scales[8]
-  static constexpr int elements = 256, bytes = 74, alignment = 2, runs = 2, zero = 0, greatest = 43;
+  static constexpr int elements = 256, bytes = 74, alignment = 2, runs = 2, group = 1, zero = 0, greatest = 43;
   static constexpr bool has_offset = false, is_signed = true;
   struct Raw {
     Words<2, 2> w;
     uint32_t scale, d;
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 32 * piece + 16 * run; }
+  static REFLEX_BOTH constexpr int shift(int) { return 0; }
   static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
     Raw raw;
     raw.d = load16(block);
@@ -740,31 +791,32 @@ struct IQ2_XS {  // d f16, u16[32] of a 9-bit index and 7 signs, scales[8]
     raw.scale = load8(block + 66 + piece);
     return raw;
   }
-  static REFLEX_BOTH void decode(const Raw& raw, int, Run (&run)[2]) {
+  static REFLEX_BOTH void decode(const Raw& raw, int, Runs<2, 1>& out) {
     const float d = half_bits(raw.d);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      const uint32_t word = raw.w[r];
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        const uint32_t code = raw.w[r] >> 16 * k & 0xffff;
-        point8(IQ2_XS_POINTS<>[code & 511], IQ2_XS_VALUES, run[r].q, 2 * k);
-        signs8(even_signs(code >> 9), run[r].q, 2 * k);
+        const uint32_t code = word >> 16 * k & 0xffff;
+        point8(iq2_xs_point(code & 511), IQ2_XS_VALUES, out.q[r], 2 * k);
+        signs8(even_signs(code >> 9), out.q[r], 2 * k);
       }
-      run[r].scale = d * ((float)(raw.scale >> 4 * r & 15) + 0.5f) * 0.25f;
-      run[r].offset = 0;
+      out.scale[r] = d * ((float)(raw.scale >> 4 * r & 15) + 0.5f) * 0.25f;
+      out.offset[r] = 0;
     }
   }
 };
 
 struct IQ2_S {  // d f16, qs[32], signs[32], qh[8], scales[8]
-  static constexpr int elements = 256, bytes = 82, alignment = 2, runs = 2, zero = 0, greatest = 43;
+  static constexpr int elements = 256, bytes = 82, alignment = 2, runs = 2, group = 1, zero = 0, greatest = 43;
   static constexpr bool has_offset = false, is_signed = true;
   struct Raw {
-    Words<1, 2> qs;
-    Words<1, 2> signs;
+    Words<1, 2> qs, signs;
     uint32_t qh, scale, d;
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 32 * piece + 16 * run; }
+  static REFLEX_BOTH constexpr int shift(int) { return 0; }
   static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
     Raw raw;
     raw.d = load16(block);
@@ -774,23 +826,24 @@ struct IQ2_S {  // d f16, qs[32], signs[32], qh[8], scales[8]
     raw.scale = load8(block + 74 + piece);
     return raw;
   }
-  static REFLEX_BOTH void decode(const Raw& raw, int, Run (&run)[2]) {
+  static REFLEX_BOTH void decode(const Raw& raw, int, Runs<2, 1>& out) {
     const float d = half_bits(raw.d);
+    const uint32_t qs = raw.qs[0], signs = raw.signs[0];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      point8(IQ2_S_POINTS<>[byte_of(raw.qs[0], k) | (raw.qh >> 2 * k & 3) << 8], IQ2_S_VALUES, run[k >> 1].q, 2 * (k & 1));
-      signs8(byte_of(raw.signs[0], k), run[k >> 1].q, 2 * (k & 1));
+      point8(iq2_s_point(byte_of(qs, k) | (raw.qh >> 2 * k & 3) << 8), IQ2_S_VALUES, out.q[k >> 1], 2 * (k & 1));
+      signs8(byte_of(signs, k), out.q[k >> 1], 2 * (k & 1));
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      run[r].scale = d * ((float)(raw.scale >> 4 * r & 15) + 0.5f) * 0.25f;
-      run[r].offset = 0;
+      out.scale[r] = d * ((float)(raw.scale >> 4 * r & 15) + 0.5f) * 0.25f;
+      out.offset[r] = 0;
     }
   }
 };
 
 struct IQ3_XXS {  // d f16, qs[64], u32[8] of four 7-bit signs and a 4-bit scale
-  static constexpr int elements = 256, bytes = 98, alignment = 2, runs = 2, zero = 0, greatest = 62;
+  static constexpr int elements = 256, bytes = 98, alignment = 2, runs = 2, group = 2, zero = 0, greatest = 62;
   static constexpr bool has_offset = false, is_signed = true;
   struct Raw {
     Words<2, 2> qs;
@@ -798,6 +851,7 @@ struct IQ3_XXS {  // d f16, qs[64], u32[8] of four 7-bit signs and a 4-bit scale
     uint32_t d;
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 32 * piece + 16 * run; }
+  static REFLEX_BOTH constexpr int shift(int) { return 0; }
   static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
     Raw raw;
     raw.d = load16(block);
@@ -805,21 +859,21 @@ struct IQ3_XXS {  // d f16, qs[64], u32[8] of four 7-bit signs and a 4-bit scale
     raw.w.load(block + 66 + 4 * piece);
     return raw;
   }
-  static REFLEX_BOTH void decode(const Raw& raw, int, Run (&run)[2]) {
-    const float scale = half_bits(raw.d) * ((float)(raw.w[0] >> 28) + 0.5f) * 0.5f;
+  static REFLEX_BOTH void decode(const Raw& raw, int, Runs<2, 2>& out) {
+    const uint32_t qs[2] = {raw.qs[0], raw.qs[1]}, word = raw.w[0];
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-      run[k >> 2].q[k & 3] = permute(IQ3_XXS_VALUES, IQ3_XXS_VALUES_HIGH, IQ3_XXS_POINTS<>[byte_of(raw.qs[k >> 2], k & 3)]);
+      out.q[k >> 2][k & 3] = permute(IQ3_XXS_VALUES, IQ3_XXS_VALUES_HIGH, iq3_xxs_point(byte_of(qs[k >> 2], k & 3)));
     }
 #pragma unroll
-    for (int k = 0; k < 4; ++k) signs8(even_signs(raw.w[0] >> 7 * k & 127), run[k >> 1].q, 2 * (k & 1));
-    run[0].scale = run[1].scale = scale;
-    run[0].offset = run[1].offset = 0;
+    for (int k = 0; k < 4; ++k) signs8(even_signs(word >> 7 * k & 127), out.q[k >> 1], 2 * (k & 1));
+    out.scale[0] = half_bits(raw.d) * ((float)(word >> 28) + 0.5f) * 0.5f;
+    out.offset[0] = 0;
   }
 };
 
 struct IQ3_S {  // d f16, qs[64], qh[8], signs[32], scales[4]
-  static constexpr int elements = 256, bytes = 110, alignment = 2, runs = 2, zero = 0, greatest = 15;
+  static constexpr int elements = 256, bytes = 110, alignment = 2, runs = 2, group = 2, zero = 0, greatest = 15;
   static constexpr bool has_offset = false, is_signed = true;
   struct Raw {
     Words<2, 2> qs;
@@ -827,6 +881,7 @@ struct IQ3_S {  // d f16, qs[64], qh[8], signs[32], scales[4]
     uint32_t qh, scale, d;
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 32 * piece + 16 * run; }
+  static REFLEX_BOTH constexpr int shift(int) { return 0; }
   static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
     Raw raw;
     raw.d = load16(block);
@@ -836,36 +891,37 @@ struct IQ3_S {  // d f16, qs[64], qh[8], signs[32], scales[4]
     raw.scale = load8(block + 106 + (piece >> 1));
     return raw;
   }
-  static REFLEX_BOTH void decode(const Raw& raw, int piece, Run (&run)[2]) {
-    const float scale = half_bits(raw.d) * (float)(2 * (raw.scale >> 4 * (piece & 1) & 15) + 1);
+  static REFLEX_BOTH void decode(const Raw& raw, int piece, Runs<2, 2>& out) {
+    const uint32_t qs[2] = {raw.qs[0], raw.qs[1]}, signs = raw.signs[0];
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-      const uint32_t index = byte_of(raw.qs[k >> 2], k & 3) | (raw.qh >> k & 1) << 8;
-      run[k >> 2].q[k & 3] = permute(IQ3_S_VALUES, IQ3_S_VALUES_HIGH, IQ3_S_POINTS<>[index]);
+      const uint32_t index = byte_of(qs[k >> 2], k & 3) | (raw.qh >> k & 1) << 8;
+      out.q[k >> 2][k & 3] = permute(IQ3_S_VALUES, IQ3_S_VALUES_HIGH, iq3_s_point(index));
     }
 #pragma unroll
-    for (int k = 0; k < 4; ++k) signs8(byte_of(raw.signs[0], k), run[k >> 1].q, 2 * (k & 1));
-    run[0].scale = run[1].scale = scale;
-    run[0].offset = run[1].offset = 0;
+    for (int k = 0; k < 4; ++k) signs8(byte_of(signs, k), out.q[k >> 1], 2 * (k & 1));
+    out.scale[0] = half_bits(raw.d) * (float)(2 * (raw.scale >> 4 * (piece & 1) & 15) + 1);
+    out.offset[0] = 0;
   }
 };
 
 // IQ1: coordinates -1, 0, 1 moved up or down by an eighth; in eighths, and 9 of them up so that none is negative.
 REFLEX_BOTH void point_and_shift(uint32_t index, uint32_t down, uint32_t (&q)[4], int at) {
-  point8(IQ1_S_POINTS<>[index], 0x00100800, q, at);
+  point8(iq1_s_point(index), 0x00100800, q, at);
   const uint32_t up = down ? 0 : 0x02020202;
   q[at] += up;
   q[at + 1] += up;
 }
 
 struct IQ1_S {  // d f16, qs[32], qh u16[8]: four times 3 bits of index, a 3-bit scale, a bit for down
-  static constexpr int elements = 256, bytes = 50, alignment = 2, runs = 2, zero = 9, greatest = 9;
+  static constexpr int elements = 256, bytes = 50, alignment = 2, runs = 2, group = 2, zero = 9, greatest = 9;
   static constexpr bool has_offset = false, is_signed = false;
   struct Raw {
     Words<1, 2> qs;
     uint32_t qh, d;
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 32 * piece + 16 * run; }
+  static REFLEX_BOTH constexpr int shift(int) { return 0; }
   static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
     Raw raw;
     raw.d = load16(block);
@@ -873,19 +929,20 @@ struct IQ1_S {  // d f16, qs[32], qh u16[8]: four times 3 bits of index, a 3-bit
     raw.qh = load16(block + 34 + 2 * piece);
     return raw;
   }
-  static REFLEX_BOTH void decode(const Raw& raw, int, Run (&run)[2]) {
+  static REFLEX_BOTH void decode(const Raw& raw, int, Runs<2, 2>& out) {
+    const uint32_t qs = raw.qs[0];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const uint32_t index = byte_of(raw.qs[0], k) | (raw.qh >> 3 * k & 7) << 8;
-      point_and_shift(index, raw.qh >> 15, run[k >> 1].q, 2 * (k & 1));
+      const uint32_t index = byte_of(qs, k) | (raw.qh >> 3 * k & 7) << 8;
+      point_and_shift(index, raw.qh >> 15, out.q[k >> 1], 2 * (k & 1));
     }
-    run[0].scale = run[1].scale = half_bits(raw.d) * (float)(2 * (raw.qh >> 12 & 7) + 1) * 0.125f;
-    run[0].offset = run[1].offset = 0;
+    out.scale[0] = half_bits(raw.d) * (float)(2 * (raw.qh >> 12 & 7) + 1) * 0.125f;
+    out.offset[0] = 0;
   }
 };
 
 struct IQ1_M {  // qs[32], qh[16]: nibbles of 3 bits of index and a bit for down; u16[4] of four 3-bit scales, a nibble of d
-  static constexpr int elements = 256, bytes = 56, alignment = 8, runs = 2, zero = 9, greatest = 9;
+  static constexpr int elements = 256, bytes = 56, alignment = 8, runs = 2, group = 1, zero = 9, greatest = 9;
   static constexpr bool has_offset = false, is_signed = false;
   struct Raw {
     Words<1, 4> qs;
@@ -893,6 +950,7 @@ struct IQ1_M {  // qs[32], qh[16]: nibbles of 3 bits of index and a bit for down
     uint32_t qh;
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 32 * piece + 16 * run; }
+  static REFLEX_BOTH constexpr int shift(int) { return 0; }
   static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
     Raw raw;
     raw.qs.load(block + 4 * piece);
@@ -900,19 +958,19 @@ struct IQ1_M {  // qs[32], qh[16]: nibbles of 3 bits of index and a bit for down
     raw.scales.load(block + 48);
     return raw;
   }
-  static REFLEX_BOTH void decode(const Raw& raw, int piece, Run (&run)[2]) {
+  static REFLEX_BOTH void decode(const Raw& raw, int piece, Runs<2, 1>& out) {
     const uint32_t s0 = raw.scales[0], s1 = raw.scales[1];
     const float d = half_bits((s0 >> 12 & 15) | (s0 >> 24 & 0xf0) | (s1 >> 4 & 0xf00) | (s1 >> 16 & 0xf000));
     const uint32_t three = (piece & 4 ? s1 : s0) >> (16 * (piece >> 1 & 1) + 6 * (piece & 1));
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const uint32_t nibble = raw.qh >> 4 * k & 15;
-      point_and_shift(byte_of(raw.qs[0], k) | (nibble & 7) << 8, nibble >> 3, run[k >> 1].q, 2 * (k & 1));
+      point_and_shift(byte_of(raw.qs[0], k) | (nibble & 7) << 8, nibble >> 3, out.q[k >> 1], 2 * (k & 1));
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      run[r].scale = d * (float)(2 * (three >> 3 * r & 7) + 1) * 0.125f;
-      run[r].offset = 0;
+      out.scale[r] = d * (float)(2 * (three >> 3 * r & 7) + 1) * 0.125f;
+      out.offset[r] = 0;
     }
   }
 };
@@ -920,17 +978,20 @@ struct IQ1_M {  // qs[32], qh[16]: nibbles of 3 bits of index and a bit for down
 // --- whole blocks -----------------------------------------------------------------------------------------------------
 
 template <class Format>
+using RunsOf = Runs<Format::runs, Format::group>;
+
+template <class Format>
 constexpr int pieces = Format::elements / (16 * Format::runs);
 
-// Rows of a matrix that a lane reads at once: as many as its registers hold twice.
+// Rows of a matrix that a lane reads at once: as many as its registers hold.
 template <class Format>
-constexpr int rows_at_once = Format::alignment < 4 || Format::runs > 2 || sizeof(typename Format::Raw) > 32 ? 2 : 4;
+constexpr int rows_at_once = Format::alignment < 4 || sizeof(typename Format::Raw) >= 28 ? 2 : 4;
 
-// Element i of 16, before zero and scale.
+// Element i of a run of 16, zero subtracted.
 template <class Format>
-REFLEX_BOTH int level(const Run& run, int i) {
-  const uint32_t byte = byte_of(run.q[i >> 2], i & 3);
-  return Format::is_signed ? (int)(int8_t)byte : (int)byte - Format::zero;
+REFLEX_BOTH int level(const RunsOf<Format>& runs, int run, int i) {
+  const uint32_t byte = byte_of(runs.q[run][i >> 2], i & 3);
+  return Format::is_signed ? (int)(int8_t)byte : (int)(byte >> Format::shift(run)) - Format::zero;
 }
 
 // The value of a level, rounded as the reference does: product, then sum.
@@ -945,11 +1006,14 @@ REFLEX_BOTH float value(int level, float scale, float offset) {
 // One piece of a block to float32, out being where the block's elements go.
 template <class Format>
 REFLEX_BOTH void dequantise(const uint8_t* block, int piece, float* out) {
-  Run run[Format::runs];
-  Format::decode(Format::fetch(block, piece), piece, run);
+  RunsOf<Format> runs;
+  Format::decode(Format::fetch(block, piece), piece, runs);
+#pragma unroll
   for (int r = 0; r < Format::runs; ++r) {
     float* to = out + Format::position(piece, r);
-    for (int i = 0; i < 16; ++i) to[i] = value(level<Format>(run[r], i), run[r].scale, run[r].offset);
+    const int g = r / Format::group;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) to[i] = value(level<Format>(runs, r, i), runs.scale[g], runs.offset[g]);
   }
 }
 

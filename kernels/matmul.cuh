@@ -74,6 +74,14 @@ __device__ __forceinline__ void matmul(const MatmulArgs& args) {
   };
 
   let_successor_start();
+  {  // the tile's rows lie side by side: all of them are on their way while the first are at work
+    const int count = min(yield, gate.n_out - first);
+    const size_t length = (size_t)max(count, 0) * bytes, share = (length / split + 15) & ~(size_t)15, begin = part * share;
+    if (begin < length) {
+      prefetch(gate.weight + first * bytes + begin, min(share, length - begin));
+      if (args.swiglu) prefetch(other.weight + first * bytes + begin, min(share, length - begin));
+    }
+  }
   fetch(part);
   wait_for_predecessor();
 
@@ -81,16 +89,24 @@ __device__ __forceinline__ void matmul(const MatmulArgs& args) {
   float sum[N / 8][4] = {};
 #pragma unroll 1
   for (int slice = part; slice < n_slices; slice += split) {
-    typename W::Part a0[W::runs], a1[W::runs];
+    typename W::Parts a0, a1;
     const int piece = 4 * slice + t, within = piece % W::block_pieces;
     W::unpack(next[0], within, a0);
     W::unpack(next[1], within, a1);
     fetch(slice + split);
+    // x of run k and eight rows n is loaded while the one before is multiplied; volatile, so that no more are at a time.
+    uint4 b[2][2];
+    auto load = [&](int k, int n, uint4 (&to)[2]) {
+      const int unit = (piece / W::block_pieces * W::block_elements + W::position(within, k)) / 8;
+      to[0] = load_now(x + (size_t)unit * args.n_rows + 8 * n);
+      to[1] = load_now(x + (size_t)(unit + 1) * args.n_rows + 8 * n);
+    };
+    load(0, 0, b[0]);
 #pragma unroll
     for (int k = 0; k < W::runs; ++k) {
       float power0 = 1, power1 = 1, inverse0 = 1, inverse1 = 1;
       if constexpr (W::is_scaled) {
-        uint32_t b0 = W::bound(a0[k]), b1 = W::bound(a1[k]);
+        uint32_t b0 = W::bound(a0, k), b1 = W::bound(a1, k);
 #pragma unroll
         for (int d = 1; d <= 2; d *= 2) {
           b0 = max(b0, __shfl_xor_sync(0xffffffffu, b0, d));
@@ -100,18 +116,23 @@ __device__ __forceinline__ void matmul(const MatmulArgs& args) {
         inverse0 = reciprocal_of_power(power0), inverse1 = reciprocal_of_power(power1);
       }
       uint32_t h0[8], h1[8];
-      W::to_half(a0[k], inverse0, h0);
-      W::to_half(a1[k], inverse1, h1);
-      const int unit = (piece / W::block_pieces * W::block_elements + W::position(within, k)) / 8;
-      const uint4* b = x + (size_t)unit * args.n_rows;
+      W::to_half(a0, k, inverse0, h0);
+      W::to_half(a1, k, inverse1, h1);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) asm volatile("" : "+r"(h0[i]), "+r"(h1[i]));  // here, not earlier: registers are dear
 #pragma unroll
       for (int n = 0; n < N / 8; ++n) {
-        const uint4 first_half = b[8 * n], second_half = b[args.n_rows + 8 * n];
+        const int now = (k * (N / 8) + n) % 2;
+        if (n + 1 < N / 8) {
+          load(k, n + 1, b[1 - now]);
+        } else if (k + 1 < W::runs) {
+          load(k + 1, 0, b[1 - now]);
+        }
         float c[4] = {};
-        mma(c, {h0[0], h1[0], h0[1], h1[1]}, first_half.x, first_half.y);
-        mma(c, {h0[2], h1[2], h0[3], h1[3]}, first_half.z, first_half.w);
-        mma(c, {h0[4], h1[4], h0[5], h1[5]}, second_half.x, second_half.y);
-        mma(c, {h0[6], h1[6], h0[7], h1[7]}, second_half.z, second_half.w);
+        mma(c, {h0[0], h1[0], h0[1], h1[1]}, b[now][0].x, b[now][0].y);
+        mma(c, {h0[2], h1[2], h0[3], h1[3]}, b[now][0].z, b[now][0].w);
+        mma(c, {h0[4], h1[4], h0[5], h1[5]}, b[now][1].x, b[now][1].y);
+        mma(c, {h0[6], h1[6], h0[7], h1[7]}, b[now][1].z, b[now][1].w);
         sum[n][0] = fmaf(c[0], power0, sum[n][0]);
         sum[n][1] = fmaf(c[1], power0, sum[n][1]);
         sum[n][2] = fmaf(c[2], power1, sum[n][2]);
@@ -126,17 +147,20 @@ __device__ __forceinline__ void matmul(const MatmulArgs& args) {
     to[0] = sum[n][0], to[stride] = sum[n][1], to[8] = sum[n][2], to[stride + 8] = sum[n][3];
   }
   __syncthreads();
+#pragma unroll 1
   for (int i = 32 * part + lane; i < N * yield; i += 32 * split) {
     const int r = i % yield, token = i / yield, row = first + r, m = blockIdx.y * N + token;
     if (row > last || m >= args.m) continue;
     const float* from = sums + (group * split * N + token) * stride + r;
     const float scale = args.x_scale[m];
     float v = 0;
+#pragma unroll 1
     for (int p = 0; p < split; ++p) v += from[p * N * stride];
     v *= scale;
     if (gate.bias) v += gate.bias[row];
     if (args.swiglu) {
       float up = 0;
+#pragma unroll 1
       for (int p = 0; p < split; ++p) up += from[p * N * stride + 8];
       up *= scale;
       if (other.bias) up += other.bias[row];
@@ -180,10 +204,10 @@ __device__ __forceinline__ void widen(const WidenArgs& args) {
     uint32_t most = 0;
 #pragma unroll 2
     for (int piece = lane; piece < n_pieces; piece += 32) {
-      typename W::Part part[W::runs];
-      W::unpack(fetch(piece), piece % W::block_pieces, part);
+      typename W::Parts parts;
+      W::unpack(fetch(piece), piece % W::block_pieces, parts);
 #pragma unroll
-      for (int k = 0; k < W::runs; ++k) most = max(most, W::bound(part[k]));
+      for (int k = 0; k < W::runs; ++k) most = max(most, W::bound(parts, k));
     }
 #pragma unroll
     for (int d = 16; d; d >>= 1) most = max(most, __shfl_xor_sync(0xffffffffu, most, d));
@@ -192,20 +216,37 @@ __device__ __forceinline__ void widen(const WidenArgs& args) {
   if (lane == 0) args.scale[to] = power;
   const float inverse = reciprocal_of_power(power);
   uint4* out = args.out + (size_t)to * (args.stride / 8);
-#pragma unroll 2
-  for (int piece = lane; piece < n_pieces; piece += 32) {
-    typename W::Part part[W::runs];
-    W::unpack(fetch(piece), piece % W::block_pieces, part);
+  // 32 pieces are neighbours: through shared memory, so that a warp writes them in order. Pairs of a row's 8-element units
+  // are put in places that do not meet in a bank.
+  constexpr int units = 2 * W::runs * 32;
+  __shared__ uint4 staged[8][units];
+  uint4* mine = staged[threadIdx.x / 32];
+  auto place = [](int unit) { return unit ^ (unit >> 3 & 7); };
+#pragma unroll 1
+  for (int base = 0; base < n_pieces; base += 32) {
+    const int piece = base + lane;
+    typename W::Raw raw = {};
+    if (piece < n_pieces) raw = fetch(piece);
+    typename W::Parts parts;
+    W::unpack(raw, piece % W::block_pieces, parts);
 #pragma unroll
     for (int k = 0; k < W::runs; ++k) {
       uint32_t h[8];
-      W::to_half(part[k], inverse, h);
-      const int unit = (piece / W::block_pieces * W::block_elements + W::position(piece % W::block_pieces, k)) / 8;
-      out[unit] = make_uint4(h[0], h[1], h[2], h[3]);
-      out[unit + 1] = make_uint4(h[4], h[5], h[6], h[7]);
+      W::to_half(parts, k, inverse, h);
+      const int unit = (lane / W::block_pieces * W::block_elements + W::position(lane % W::block_pieces, k)) / 8;
+      mine[place(unit)] = make_uint4(h[0], h[1], h[2], h[3]);
+      mine[place(unit + 1)] = make_uint4(h[4], h[5], h[6], h[7]);
     }
+    __syncwarp();
+    const int first = base * 2 * W::runs;
+#pragma unroll
+    for (int i = lane; i < units; i += 32) {
+      if (first + i < args.stride / 8) out[first + i] = mine[place(i)];
+    }
+    __syncwarp();
   }
-  for (int unit = 2 * W::runs * n_pieces + lane; unit < args.stride / 8; unit += 32) out[unit] = make_uint4(0, 0, 0, 0);
+  const int done = (n_pieces + 31) / 32 * units;
+  for (int unit = done + lane; unit < args.stride / 8; unit += 32) out[unit] = make_uint4(0, 0, 0, 0);
 }
 
 }  // namespace reflex

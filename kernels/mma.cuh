@@ -55,6 +55,20 @@ __device__ __forceinline__ void wait_copies() {
 #endif
 }
 
+// What this thread has copied is seen by instructions that multiply straight from shared memory.
+__device__ __forceinline__ void publish_copies() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// A load that stays where it is written.
+__device__ __forceinline__ uint4 load_now(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ uint32_t pack_halves(float low, float high) {
   uint32_t out;
 #if __CUDA_ARCH__ >= 800

@@ -5,9 +5,9 @@
 //   runs, block_pieces, block_bytes, block_elements   as in dequant.cuh
 //   is_scaled       false where halves are taken as they are
 //   fetch           memory reads only; `left` elements of the row begin at the block (floats); Raw{} is all zeros
-//   unpack          a Raw to its parts, a run each
-//   bound           bits of a magnitude that no element of the part exceeds
-//   to_half         the part times `inverse`, in element order
+//   unpack          a Raw to the levels and scales of its runs
+//   bound           bits of a magnitude that no element of a run exceeds
+//   to_half         a run times `inverse`, in element order
 #pragma once
 
 #include "linear.cuh"
@@ -18,31 +18,29 @@ namespace reflex {
 template <class Format, bool floats = is_float<Format>>
 struct Operand {
   using Raw = typename Format::Raw;
-  using Part = Run;
+  using Parts = RunsOf<Format>;
   static constexpr int runs = Format::runs, block_pieces = pieces<Format>, block_bytes = Format::bytes;
   static constexpr int block_elements = Format::elements;
   static constexpr bool is_scaled = true;
 
   static __device__ __forceinline__ Raw fetch(const uint8_t* block, int within, int, bool) { return Format::fetch(block, within); }
   static __device__ __forceinline__ constexpr int position(int within, int run) { return Format::position(within, run); }
-  static __device__ __forceinline__ void unpack(const Raw& raw, int within, Part (&part)[runs]) {
-    Format::decode(raw, within, part);
+  static __device__ __forceinline__ void unpack(const Raw& raw, int within, Parts& parts) { Format::decode(raw, within, parts); }
+  static __device__ __forceinline__ uint32_t bound(const Parts& parts, int run) {
+    const float b = fabsf(parts.scale[run / Format::group]) * (float)Format::greatest;
+    return magnitude(Format::has_offset ? b + fabsf(parts.offset[run / Format::group]) : b);
   }
-  static __device__ __forceinline__ uint32_t bound(const Part& part) {
-    const float b = fabsf(part.scale) * (float)Format::greatest;
-    return magnitude(Format::has_offset ? b + fabsf(part.offset) : b);
-  }
-  static __device__ __forceinline__ void to_half(const Part& part, float inverse, uint32_t (&h)[8]) {
+  static __device__ __forceinline__ void to_half(const Parts& parts, int run, float inverse, uint32_t (&h)[8]) {
     // A byte b under 0x64 is the half 1024 + b: exact, and so is the difference.
-    constexpr int bias = 1024 + (Format::is_signed ? 128 : Format::zero);
-    constexpr uint32_t bias_half = 0x6400 + (bias - 1024);
-    const float s = part.scale * inverse, o = part.offset * inverse;
+    const uint32_t bias = (0x6400 + (Format::is_signed ? 128 : Format::zero << Format::shift(run))) * 0x10001;
+    const float s = parts.scale[run / Format::group] * inverse * (1.0f / (1 << Format::shift(run)));
+    const float o = parts.offset[run / Format::group] * inverse;
     const uint32_t scale = pack_halves(s, s), offset = pack_halves(o, o);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t q = Format::is_signed ? part.q[i] ^ 0x80808080 : part.q[i];
-      const uint32_t low = subtract_halves(permute(q, 0x64646464, 0x4140), bias_half * 0x10001);
-      const uint32_t high = subtract_halves(permute(q, 0x64646464, 0x4342), bias_half * 0x10001);
+      const uint32_t q = Format::is_signed ? parts.q[run][i] ^ 0x80808080 : parts.q[run][i];
+      const uint32_t low = subtract_halves(permute(q, 0x64646464, 0x4140), bias);
+      const uint32_t high = subtract_halves(permute(q, 0x64646464, 0x4342), bias);
       h[2 * i] = Format::has_offset ? fma_halves(low, scale, offset) : multiply_halves(low, scale);
       h[2 * i + 1] = Format::has_offset ? fma_halves(high, scale, offset) : multiply_halves(high, scale);
     }
@@ -56,7 +54,7 @@ struct Operand<Format, true> {
   struct Raw {
     Words<4, 16> w[2];
   };
-  using Part = Raw;
+  using Parts = Raw;
   static constexpr int runs = 1, block_pieces = 1, block_bytes = 32, block_elements = 16;
   static constexpr bool is_scaled = is_same<Format, BF16>::value;
 
@@ -67,20 +65,20 @@ struct Operand<Format, true> {
     return raw;
   }
   static __device__ __forceinline__ constexpr int position(int, int) { return 0; }
-  static __device__ __forceinline__ void unpack(const Raw& raw, int, Part (&part)[1]) { part[0] = raw; }
-  static __device__ __forceinline__ uint32_t bound(const Part& part) {
+  static __device__ __forceinline__ void unpack(const Raw& raw, int, Parts& parts) { parts = raw; }
+  static __device__ __forceinline__ uint32_t bound(const Parts& parts, int) {
     uint32_t most = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const uint32_t w = part.w[i / 4][i % 4];
+      const uint32_t w = parts.w[i / 4][i % 4];
       most = max(most, max(w & 0x7fffu, w >> 16 & 0x7fffu));
     }
     return most << 16;
   }
-  static __device__ __forceinline__ void to_half(const Part& part, float inverse, uint32_t (&h)[8]) {
+  static __device__ __forceinline__ void to_half(const Parts& parts, int, float inverse, uint32_t (&h)[8]) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const uint32_t w = part.w[i / 4][i % 4];
+      const uint32_t w = parts.w[i / 4][i % 4];
       h[i] = is_scaled ? pack_halves(__uint_as_float(w << 16) * inverse, __uint_as_float(w & 0xffff0000u) * inverse) : w;
     }
   }

@@ -17,11 +17,12 @@ static float of_nothing() {
   for (int p = 0; p < pieces<Format>; ++p) {
     typename Format::Raw raw;
     memset(&raw, 0, sizeof raw);
-    Run run[Format::runs];
-    Format::decode(raw, p, run);
-    for (const Run& r : run) {
+    RunsOf<Format> runs;
+    Format::decode(raw, p, runs);
+    for (int r = 0; r < Format::runs; ++r) {
       for (int i = 0; i < 16; ++i) {
-        const float v = value(level<Format>(r, i), r.scale, r.offset);
+        const int g = r / Format::group;
+        const float v = value(level<Format>(runs, r, i), runs.scale[g], runs.offset[g]);
         if (!(v <= most && -v <= most)) most = v < 0 ? -v : v;
       }
     }

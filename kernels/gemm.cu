@@ -114,7 +114,6 @@ extern "C" __global__ void __launch_bounds__(gemm_threads, 2) gemm_half(const __
   const int m0 = blockIdx.x * gemm_tile, n0 = blockIdx.y * gemm_tile;  // neighbours share W
   const int warp_m = part_rows == 1 ? warp * 16 : warp / 4 * 64, warp_n = part_rows == 1 ? 0 : warp % 4 * 32;
   const int n_steps = (args.k + gemm_step - 1) / gemm_step;
-  let_successor_start();
   wait_for_predecessor();
 
   // A thread copies chunk threadIdx.x % 8 of rows threadIdx.x / 8 + 32 i of both tiles.
@@ -200,7 +199,6 @@ extern "C" __global__ void __launch_bounds__(gemm_threads) gemm_float(const __gr
   const int tm = threadIdx.x / 16 * 4, tn = threadIdx.x % 16 * 4;
   const float* x = static_cast<const float*>(args.x);
   const float* w = static_cast<const float*>(args.w);
-  let_successor_start();
   wait_for_predecessor();
   float sum[4][4] = {};
 #pragma unroll 1

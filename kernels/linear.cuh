@@ -55,8 +55,8 @@ __device__ __forceinline__ size_t row_bytes(int n) {
 }
 
 // 16 bytes of floats, zeros past the `left` elements that are there. `aligned`: rows are whole 16-byte words.
-template <class Format>
-__device__ __forceinline__ void load_floats(const uint8_t* p, int left, bool aligned, Words<4, 16>& out) {
+template <class Format, class Bytes>
+__device__ __forceinline__ void load_floats(Bytes p, int left, bool aligned, Words<4, 16>& out) {
   if (aligned && left > 0) {
     out.load(p);
     return;
@@ -64,10 +64,10 @@ __device__ __forceinline__ void load_floats(const uint8_t* p, int left, bool ali
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if constexpr (Format::bytes == 4) {
-      out.w[i] = i < left ? __ldg(reinterpret_cast<const uint32_t*>(p) + i) : 0;
+      out.w[i] = i < left ? word_at(p + 4 * i) : 0;
     } else {
       out.w[i] = 2 * i < left ? load16(p + 4 * i) : 0;
-      if (2 * i + 1 < left) out.w[i] |= load16(p + 4 * i + 2) << 16;
+      if (2 * i + 1 < left) out.w[i] |= load16(p + (4 * i + 2)) << 16;
     }
   }
 }

@@ -33,7 +33,7 @@ constexpr int matmul_warps = 8;
 
 // Blocks a multiprocessor holds at once: two where their registers suffice.
 template <class Format, int N>
-constexpr int matmul_blocks = N * Operand<Format>::runs < 64 ? 2 : 1;
+constexpr int matmul_blocks = N <= 16 && N * Operand<Format>::runs <= 64 ? 2 : 1;
 
 template <class Format, int N>
 __device__ __forceinline__ void matmul(const MatmulArgs& args) {
@@ -73,15 +73,7 @@ __device__ __forceinline__ void matmul(const MatmulArgs& args) {
     }
   };
 
-  let_successor_start();
-  {  // the tile's rows lie side by side: all of them are on their way while the first are at work
-    const int count = min(yield, gate.n_out - first);
-    const size_t length = (size_t)max(count, 0) * bytes, share = (length / split + 15) & ~(size_t)15, begin = part * share;
-    if (begin < length) {
-      prefetch(gate.weight + first * bytes + begin, min(share, length - begin));
-      if (args.swiglu) prefetch(other.weight + first * bytes + begin, min(share, length - begin));
-    }
-  }
+  if (N <= 16) let_successor_start();  // with more rows the successor's blocks would be in the way
   fetch(part);
   wait_for_predecessor();
 
@@ -187,7 +179,6 @@ template <class Format>
 __device__ __forceinline__ void widen(const WidenArgs& args) {
   using W = Operand<Format>;
   const int lane = threadIdx.x % 32, row = blockIdx.x * 8 + threadIdx.x / 32;
-  let_successor_start();
   wait_for_predecessor();
   if (row >= args.n_out) return;
   const size_t bytes = row_bytes<Format>(args.n_in);

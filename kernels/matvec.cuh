@@ -7,14 +7,16 @@
 // and these are added up in float32. F32, F16, BF16: x stays float32, so do products and sums.
 //
 // Layout: a tile is 2 or 4 rows of W. `lanes` threads of a block (8 .. 256, a power of two) share one: lane l of them takes
-// pieces l, l + lanes, ... of each row. Blocks take tiles blockIdx.x, + gridDim.x, ... through all matrices; the tile after
-// next is on its way into L2 meanwhile. Sums are formed in an order that only the shape determines.
+// pieces l, l + lanes, ... of each row. Blocks take tiles blockIdx.x, + gridDim.x, ... through all matrices. Each warp has
+// a ring of stages in shared memory (copy.cuh) that holds the next bytes of its rows. Sums are formed in an order that only
+// the shape determines.
 //
 // Launch: 256 threads; dynamic shared memory as `linear.py` computes it; blockIdx.y is a row of x (or one of a token's
-// experts). x 16-byte aligned, strides multiples of 4 where W is quantised. The first tiles are prefetched before the
-// predecessor is waited for: the upload of W must be complete when the predecessor starts.
+// experts). x 16-byte aligned, strides multiples of 4 where W is quantised. The ring is filled before the predecessor is
+// waited for: the upload of W must be complete when the predecessor starts. Copies read up to 15 bytes around a row.
 #pragma once
 
+#include "copy.cuh"
 #include "linear.cuh"
 
 namespace reflex {
@@ -30,14 +32,18 @@ struct MatvecArgs {
   int expert_stride, n_used;  // of expert_ids; n_used is 1 without experts
   float eps;
   int n_matrix;
-  int swiglu;              // out of matrix 0 is silu(W0 x) * (W1 x)
+  int swiglu;              // 1: out of matrix 0 is silu(W0 x) * (W1 x); or 0
   int lanes_log2;
   int second;              // bit i: matrix i has the kernel's second format
+  int x_bytes;             // of shared memory
+  int stages, stage_bytes; // of a warp's ring
   Matrix matrix[max_matrices];
 };
 
 constexpr int matvec_threads = 256;
 constexpr int matvec_partials = 2 * 128;  // floats of shared memory for sums on their way from lane to lane
+constexpr int matvec_stages = 3;          // at most
+constexpr int matvec_barriers = 256;      // bytes of shared memory for the barriers of eight rings
 
 // --- x in shared memory -----------------------------------------------------------------------------------------------
 
@@ -61,7 +67,7 @@ struct Planes {
     return (u ^ line ^ line << 1) * 16;
   }
 
-  __device__ __forceinline__ void fill(const float* x, const float* norm, float factor, int n) {
+  __device__ __forceinline__ void fill(const float* x, const float* norm, float factor, int n) const {
     for (int base = 0; base < n / 16; base += matvec_threads) {  // in step: neighbours share a scale
       const int unit = base + threadIdx.x;
       const bool there = unit < n / 16;
@@ -111,37 +117,40 @@ struct Planes {
   }
 };
 
+// float32 in pieces of `piece` elements: four elements of every piece side by side, then the next four.
+template <int piece>
 struct Plain {
-  float* x;
+  uint8_t* x;
+  int plane;  // bytes
 
-  __device__ __forceinline__ Plain(uint8_t* shared, int) { x = reinterpret_cast<float*>(shared); }
+  __device__ __forceinline__ Plain(uint8_t* shared, int n) : x(shared), plane((n + piece - 1) / piece * 16) {}
 
-  __device__ __forceinline__ void fill(const float* from, const float* norm, float factor, int n) {
-    for (int i = threadIdx.x; i < (n + 7) / 8 * 8; i += matvec_threads) {
+  __device__ __forceinline__ void fill(const float* from, const float* norm, float factor, int n) const {
+    for (int i = threadIdx.x; i < plane / 16 * piece; i += matvec_threads) {
       float v = i < n ? from[i] : 0.0f;
       if (norm && i < n) v *= factor * __ldg(norm + i);
-      x[i] = v;
+      *reinterpret_cast<float*>(x + i % piece / 4 * plane + i / piece * 16 + i % 4 * 4) = v;
     }
   }
 };
 
 // --- a piece of some rows times x -------------------------------------------------------------------------------------
-// A lane reads the same piece of every so manieth block of each row, `within` its place in the block. `Places` is where
-// the x that goes with it is in the first of these blocks.
+// A tile is 2 or 4 rows of weights. A lane reads the same piece of every so manieth block of each row, `within` its place
+// in the block. `Places` is where the x that goes with it is in the first of these blocks; `block(r)` is where row r's is.
 
 template <class Format>
 struct Quantised {
   using X = Planes;
-  using Raw = typename Format::Raw;
   static constexpr int rows = rows_at_once<Format>, runs = Format::runs, group = Format::group;
   static constexpr int piece_elements = 16 * runs;
   static constexpr int block_pieces = pieces<Format>, block_bytes = Format::bytes;
+  static constexpr int alignment = Format::alignment;
   static constexpr int unit_elements = 16, block_units = Format::elements / 16;
 
   struct Places {
     int run[runs];           // in the planes
     int facts[runs / group];
-    bool odd;                // are the runs the second halves of their 32? (group 1)
+    bool odd[runs / group];  // is the run the second half of its 32? (group 1)
   };
   static __device__ __forceinline__ Places places(int within, int unit) {
     Places at;
@@ -150,12 +159,10 @@ struct Quantised {
       const int u = unit + Format::position(within, k) / 16;
       at.run[k] = Planes::place(u);
       at.facts[k / group] = u / 2 * 16;
+      at.odd[k / group] = Format::position(within, k) / 16 % 2;
     }
-    at.odd = group == 1 && (unit + Format::position(within, 0) / 16) % 2;
     return at;
   }
-
-  static __device__ __forceinline__ Raw fetch(const uint8_t* block, int within, int, bool) { return Format::fetch(block, within); }
 
   // Four bytes of levels times four of x.
   static __device__ __forceinline__ int dot(uint32_t q, uint32_t x, int sum) {
@@ -171,44 +178,43 @@ struct Quantised {
     return dot(q[3], x.w, dot(q[2], x.z, dot(q[1], x.y, dot(q[0], x.x, sum))));
   }
 
+  template <class Block>
   static __device__ __forceinline__ void add(
-      const Raw (&raw)[rows], int within, const X& x, const Places& at, int unit, float (&sum)[rows]) {
-    RunsOf<Format> w[rows];
+      Block block, int within, const X& x, const Places& at, int unit, int, bool, float (&sum)[rows]) {
+    uint4 high[runs], low[runs];
+    int4 facts[runs / group];
 #pragma unroll
-    for (int r = 0; r < rows; ++r) Format::decode(raw[r], within, w[r]);
-    const uint8_t* plane = x.high + 16 * unit;
-    const uint8_t* low_plane = x.low + 16 * unit;
+    for (int k = 0; k < runs; ++k) {
+      high[k] = *reinterpret_cast<const uint4*>(x.high + 16 * unit + at.run[k]);
+      low[k] = *reinterpret_cast<const uint4*>(x.low + 16 * unit + at.run[k]);
+    }
 #pragma unroll
-    for (int j = 0; j < runs / group; ++j) {
-      uint4 high[group], low[group];
+    for (int j = 0; j < runs / group; ++j) facts[j] = *reinterpret_cast<const int4*>(x.facts + 8 * unit + at.facts[j]);
 #pragma unroll
-      for (int k = 0; k < group; ++k) {
-        high[k] = *reinterpret_cast<const uint4*>(plane + at.run[j * group + k]);
-        low[k] = *reinterpret_cast<const uint4*>(low_plane + at.run[j * group + k]);
-      }
-      const int4 facts = *reinterpret_cast<const int4*>(x.facts + 8 * unit + at.facts[j]);
-      const float scale = __int_as_float(facts.x);
-      const int whole = group == 2 ? facts.y + facts.z : at.odd ? facts.z : facts.y;
-      const float total = group == 2 ? __int_as_float(facts.w) : scale * (float)whole;
+    for (int r = 0; r < rows; ++r) {
+      RunsOf<Format> w;
+      Format::decode(Format::fetch(block(r), within), within, w);
 #pragma unroll
-      for (int r = 0; r < rows; ++r) {
+      for (int j = 0; j < runs / group; ++j) {
+        const float scale = __int_as_float(facts[j].x);
+        const int whole = group == 2 ? facts[j].y + facts[j].z : at.odd[j] ? facts[j].z : facts[j].y;
         int d = 0;
         if constexpr (group == 1 || Format::shift(0) == Format::shift(1)) {
 #pragma unroll
-          for (int k = 0; k < group; ++k) d = dot(w[r].q[j * group + k], high[k], d);
+          for (int k = 0; k < group; ++k) d = dot(w.q[j * group + k], high[j * group + k], d);
           d <<= 8;
 #pragma unroll
-          for (int k = 0; k < group; ++k) d = dot(w[r].q[j * group + k], low[k], d);
+          for (int k = 0; k < group; ++k) d = dot(w.q[j * group + k], low[j * group + k], d);
           d >>= Format::shift(j * group);
         } else {
 #pragma unroll
-          for (int k = 0; k < group; ++k) {
-            d += dot(w[r].q[k], low[k], dot(w[r].q[k], high[k], 0) << 8) >> Format::shift(k);
-          }
+          for (int k = 0; k < group; ++k) d += dot(w.q[k], low[k], dot(w.q[k], high[k], 0) << 8) >> Format::shift(k);
         }
         if constexpr (Format::zero != 0) d -= Format::zero * whole;
-        sum[r] = fmaf(w[r].scale[j] * scale, (float)d, sum[r]);
-        if constexpr (Format::has_offset) sum[r] = fmaf(w[r].offset[j], total, sum[r]);
+        sum[r] = fmaf(w.scale[j] * scale, (float)d, sum[r]);
+        if constexpr (Format::has_offset) {
+          sum[r] = fmaf(w.offset[j], group == 2 ? __int_as_float(facts[j].w) : scale * (float)whole, sum[r]);
+        }
       }
     }
   }
@@ -216,38 +222,38 @@ struct Quantised {
 
 template <class Format>
 struct Floating {
-  using X = Plain;
-  using Raw = Words<4, 16>;
-  static constexpr int rows = 4;
-  static constexpr int piece_elements = 16 / Format::bytes;
-  static constexpr int block_pieces = 1, block_bytes = 16, unit_elements = 1, block_units = piece_elements;
+  static constexpr int rows = 2;
+  static constexpr int piece_elements = 32 / Format::bytes;
+  static constexpr int block_pieces = 1, block_bytes = 32, unit_elements = 1, block_units = piece_elements;
+  static constexpr int alignment = Format::bytes;
+  using X = Plain<piece_elements>;
 
   struct Places {
     int first;
   };
-  static __device__ __forceinline__ Places places(int, int unit) { return {unit}; }
+  static __device__ __forceinline__ Places places(int, int unit) { return {unit / piece_elements * 16}; }
 
-  // `left` elements of the row begin at `block`.
-  static __device__ __forceinline__ Raw fetch(const uint8_t* block, int, int left, bool aligned) {
-    Raw raw;
-    load_floats<Format>(block, left, aligned, raw);
-    return raw;
-  }
-
+  // `left` elements of the row begin at its block.
+  template <class Block>
   static __device__ __forceinline__ void add(
-      const Raw (&raw)[rows], int, const X& x, const Places& at, int unit, float (&sum)[rows]) {
+      Block block, int, const X& x, const Places& at, int unit, int left, bool aligned, float (&sum)[rows]) {
     float v[piece_elements];
 #pragma unroll
     for (int i = 0; i < piece_elements; i += 4) {
-      const float4 f = *reinterpret_cast<const float4*>(x.x + at.first + unit + i);
+      const float4 f = *reinterpret_cast<const float4*>(x.x + i / 4 * x.plane + unit / piece_elements * 16 + at.first);
       v[i] = f.x, v[i + 1] = f.y, v[i + 2] = f.z, v[i + 3] = f.w;
     }
 #pragma unroll
     for (int r = 0; r < rows; ++r) {
 #pragma unroll
-      for (int i = 0; i < piece_elements; ++i) {
-        const uint32_t bits = Format::bytes == 4 ? raw[r][i % 4] : raw[r][i / 2 % 4] >> 16 * (i & 1) & 0xffff;
-        sum[r] = fmaf(Format::element(bits), v[i], sum[r]);
+      for (int half = 0; half < 2; ++half) {
+        Words<4, 16> w;
+        load_floats<Format>(block(r) + 16 * half, left - half * (16 / Format::bytes), aligned, w);
+#pragma unroll
+        for (int i = 0; i < 16 / Format::bytes; ++i) {
+          const uint32_t bits = Format::bytes == 4 ? w[i % 4] : w[i / 2 % 4] >> 16 * (i & 1) & 0xffff;
+          sum[r] = fmaf(Format::element(bits), v[half * (16 / Format::bytes) + i], sum[r]);
+        }
       }
     }
   }
@@ -288,66 +294,117 @@ __device__ __forceinline__ float sum_lanes(const float (&v)[N], int width) {
   return s;
 }
 
-// A matrix, or gate and up, cut into tiles.
+// A matrix, or gate and up, cut into tiles; and how the threads of a block share one. Little is kept: registers are dear,
+// and all of it follows from the arguments.
+template <class Format>
 struct Tiles {
-  const Matrix* gate;  // of the first half of a tile's rows; where there is no SwiGLU, of all
-  const Matrix* up;
-  int yield;           // rows of the output from a tile
-  int at_once;         // rows of the output that a block works on at once
-  size_t stride;       // bytes of a row
+  using P = Product<Format>;
+  static constexpr int rows = P::rows;
 
-  template <class Format>
-  static __device__ __forceinline__ Tiles of(const MatvecArgs& args, int i) {
-    const int yield = args.swiglu ? Product<Format>::rows / 2 : Product<Format>::rows;
-    return {&args.matrix[i], &args.matrix[args.swiglu ? 1 : i], yield, yield * matvec_threads >> args.lanes_log2,
-            row_bytes<Format>(args.n_row)};
-  }
+  const MatvecArgs& args;
+  int which;  // matrix
 
+  __device__ __forceinline__ const Matrix& gate() const { return args.matrix[which]; }  // of the first half of a tile's rows;
+  __device__ __forceinline__ const Matrix& up() const { return args.matrix[args.swiglu ? 1 : which]; }  // of the second half
+  // Rows of the output from a tile, and from a block's: powers of two.
+  __device__ __forceinline__ int yield() const { return args.swiglu ? rows / 2 : rows; }
+  __device__ __forceinline__ int at_once_log2() const { return (rows == 4 ? 10 : 9) - args.swiglu - args.lanes_log2; }
   // Blocks' worth of tiles.
-  __device__ __forceinline__ int count() const { return (gate->n_out + at_once - 1) / at_once; }
+  __device__ __forceinline__ int count() const { return (gate().n_out - 1 >> at_once_log2()) + 1; }
+
+  __device__ __forceinline__ int lanes() const { return 1 << args.lanes_log2; }
+  __device__ __forceinline__ int width() const { return 1 << min(args.lanes_log2, 5); }
+  // This thread's place among the lanes of its tile, and which of the block's tiles that is.
+  __device__ __forceinline__ int start() const { return threadIdx.x & (lanes() - 1); }
+  __device__ __forceinline__ int group() const { return threadIdx.x >> args.lanes_log2; }
+  // Steps along a row; bytes of a row from one step to the next, and what a warp takes of them.
+  __device__ __forceinline__ int steps() const {
+    return ((args.n_in + P::piece_elements - 1) / P::piece_elements + lanes() - 1) >> args.lanes_log2;
+  }
+  __device__ __forceinline__ int hop() const { return lanes() / P::block_pieces * P::block_bytes; }
+  __device__ __forceinline__ int segment() const { return width() / P::block_pieces * P::block_bytes; }
+  // From a segment to that of the warp's next row in a stage.
+  __device__ __forceinline__ int slot() const { return (segment() + (P::alignment < 16 ? 16 : 0) + 15) & ~15; }
+
+  // Where this warp's part of row `r` (0 .. rows - 1) of tile `group` of the block's tile `tile` begins.
+  __device__ __forceinline__ const uint8_t* row(size_t expert, int tile, int group, int r) const {
+    const bool second = r >= yield();
+    const int index = (tile << at_once_log2()) + group * yield() + (second ? r - yield() : r);
+    return (second ? up() : gate()).weight + expert * gate().expert_bytes + row_bytes<Format>(args.k_begin) +
+           start() / 32 * segment() + (size_t)min(index, gate().n_out - 1) * row_bytes<Format>(args.n_row);
+  }
 };
 
-// The block's tiles of one matrix, from `tile` on; `ahead(n)` prefetches the tile n behind the first of the matrix.
-template <class Format, class Ahead>
+// What a warp's ring reads next.
+template <class Format>
+struct Reader {
+  const Tiles<Format>& tiles;
+  size_t expert;
+  const uint8_t* from;   // lane r: what comes next of row r of the warp's,
+  int tile, step, left;  // its tile and step, and the bytes of the row that are left
+
+  __device__ __forceinline__ Reader(const Tiles<Format>& tiles, size_t expert, int tile)
+      : tiles(tiles), expert(expert), tile(tile), step(0) {
+    seek();
+  }
+
+  __device__ __forceinline__ void seek() {
+    constexpr int rows = Tiles<Format>::rows;
+    const int lane = threadIdx.x % 32, of_warp = 32 / tiles.width();  // tiles
+    from = tiles.row(expert, tile, of_warp == 1 ? tiles.group() : threadIdx.x / 32 * of_warp + lane / rows, lane % rows);
+    left = tile < tiles.count() ? (int)row_bytes<Format>(tiles.args.n_in) - tiles.start() / 32 * tiles.segment() : 0;
+  }
+
+  __device__ __forceinline__ void fill(Ring& ring) {
+    ring.template fill<Product<Format>::alignment % 16 == 0>(
+        Tiles<Format>::rows * 32 / tiles.width(), tiles.slot(), from, min(tiles.segment(), left));
+    from += tiles.hop();
+    left -= tiles.hop();
+    if (++step == tiles.steps()) {
+      step = 0;
+      tile += gridDim.x;
+      seek();
+    }
+  }
+};
+
+// The block's tiles of one matrix, from `tile` on, whose first stages are in the ring.
+template <class Format>
 __device__ __forceinline__ void multiply(
-    const MatvecArgs& args, const Tiles& tiles, size_t expert, int tile, const typename Product<Format>::X& x, float* partial, Ahead ahead) {
+    const Tiles<Format>& tiles, Reader<Format>& reader, int tile, const typename Product<Format>::X& x, float* partial, Ring& ring) {
   using P = Product<Format>;
   constexpr int rows = P::rows;
-  const int lanes = 1 << args.lanes_log2, width = min(lanes, 32);
-  const int start = threadIdx.x & (lanes - 1), group = threadIdx.x >> args.lanes_log2;
-  const int n_tiles = tiles.count();
-  const int n_pieces = (args.n_in + P::piece_elements - 1) / P::piece_elements;
-  const int steps = (n_pieces + lanes - 1) / lanes;
-  const bool aligned = tiles.stride % 16 == 0;
+  const MatvecArgs& args = tiles.args;
+  const int lanes = tiles.lanes(), width = tiles.width(), start = tiles.start();
+  const bool aligned = row_bytes<Format>(args.n_row) % 16 == 0;
   const int within = start % P::block_pieces;
-  const int hop_bytes = lanes / P::block_pieces * P::block_bytes, hop_units = lanes / P::block_pieces * P::block_units;
+  const int hop_units = lanes / P::block_pieces * P::block_units;
   const int first_unit = start / P::block_pieces * P::block_units, n_units = args.n_in / P::unit_elements - first_unit;
   const typename P::Places places = P::places(within, first_unit);
-  const size_t offset = expert * tiles.gate->expert_bytes + row_bytes<Format>(args.k_begin) + start / P::block_pieces * P::block_bytes;
+  // This lane's block in a stage, but for the bytes by which copies begin early.
+  const int in_stage = threadIdx.x % 32 / width * rows * tiles.slot() + start % 32 / P::block_pieces * P::block_bytes;
 
 #pragma unroll 1
-  for (int parity = 0; tile < n_tiles; tile += gridDim.x, parity ^= 1) {
-    ahead(tile + (int)gridDim.x);
-    const int first = tile * tiles.at_once + group * tiles.yield, last = tiles.gate->n_out - 1;
-    const uint8_t* row[rows];
+  for (int parity = 0; tile < tiles.count(); tile += gridDim.x, parity ^= 1) {
+    uint32_t low[rows];  // lowest bits of the rows' addresses
+    if constexpr (P::alignment < 16) {
 #pragma unroll
-    for (int r = 0; r < rows; ++r) {
-      const bool second = r >= tiles.yield;
-      row[r] = (second ? tiles.up : tiles.gate)->weight + offset + (size_t)min(first + (second ? r - tiles.yield : r), last) * tiles.stride;
+      for (int r = 0; r < rows; ++r) low[r] = low_bits(tiles.row(reader.expert, tile, tiles.group(), r));
     }
     float sum[rows] = {};
     int unit = 0;
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-      if (unit < n_units) {
-        typename P::Raw raw[rows];
-#pragma unroll
-        for (int r = 0; r < rows; ++r) raw[r] = P::fetch(row[r], within, n_units - unit, aligned);
-        P::add(raw, within, x, places, unit, sum);
-      }
-#pragma unroll
-      for (int r = 0; r < rows; ++r) row[r] += hop_bytes;
+    for (int step = tiles.steps(); step > 0; --step) {
+      const uint32_t stage = ring.wait() + in_stage;
+      auto block = [&](int r) { return SharedBytes{stage + r * tiles.slot() + (P::alignment < 16 ? low[r] & 15 : 0)}; };
+      if (unit < n_units) P::add(block, within, x, places, unit, n_units - unit, aligned, sum);
+      ring.release();
+      reader.fill(ring);
       unit += hop_units;
+      if constexpr (P::alignment < 16) {
+#pragma unroll
+        for (int r = 0; r < rows; ++r) low[r] += tiles.hop();
+      }
     }
 
     const float s = sum_lanes(sum, width);
@@ -359,93 +416,85 @@ __device__ __forceinline__ void multiply(
     } else {
       __syncwarp();
     }
-    const int to = first + start;
-    if (start < tiles.yield && to <= last) {
+    const int to = (tile << tiles.at_once_log2()) + tiles.group() * tiles.yield() + start;
+    if (start < tiles.yield() && to < tiles.gate().n_out) {
       const int parts = lanes / width;
       float v = 0;
 #pragma unroll 1
       for (int p = 0; p < parts; ++p) v += mine[p * rows + start];
-      if (tiles.gate->bias) v += tiles.gate->bias[to];
+      if (tiles.gate().bias) v += tiles.gate().bias[to];
       if (args.swiglu) {
         float up = 0;
 #pragma unroll 1
-        for (int p = 0; p < parts; ++p) up += mine[p * rows + tiles.yield + start];
-        if (tiles.up->bias) up += tiles.up->bias[to];
+        for (int p = 0; p < parts; ++p) up += mine[p * rows + tiles.yield() + start];
+        if (tiles.up().bias) up += tiles.up().bias[to];
         v = silu(v) * up;
       }
-      const size_t at = (size_t)blockIdx.y * tiles.gate->out_stride + to;
-      if (tiles.gate->residual) v += tiles.gate->residual[at];
-      tiles.gate->out[at] = v;
+      const size_t at = (size_t)blockIdx.y * tiles.gate().out_stride + to;
+      if (tiles.gate().residual) v += tiles.gate().residual[at];
+      tiles.gate().out[at] = v;
     }
   }
+}
+
+// The block's share of matrix `which`, if `tile` is one of its tiles; what of `tile` is left for the next matrix.
+template <class Format, class Prepare>
+__device__ __forceinline__ int run(
+    const MatvecArgs& args, int which, size_t expert, int tile, const typename Product<Format>::X& x, float* partial, Ring& ring,
+    Prepare prepare_x) {
+  const Tiles<Format> tiles = {args, which};
+  const int n = tiles.count();
+  if (tile < n) {
+    Reader<Format> reader(tiles, expert, tile);
+#pragma unroll 1
+    for (int i = 0; i < args.stages; ++i) reader.fill(ring);
+    prepare_x();
+    multiply(tiles, reader, tile, x, partial, ring);
+    ring.skip();      // what was filled beyond the end
+    __syncthreads();  // `partial` begins anew
+    tile += (n - tile + (int)gridDim.x - 1) / (int)gridDim.x * (int)gridDim.x;
+  }
+  return tile - n;
 }
 
 template <class First, class Second>
 __device__ __forceinline__ void matvec(const MatvecArgs& args) {
   static_assert(is_float<First> == is_float<Second>, "they share x");
   constexpr bool is_pair = !is_same<First, Second>::value;
+  using X = typename Product<First>::X;
   extern __shared__ __align__(16) uint8_t shared[];
   float* partial = reinterpret_cast<float*>(shared);
-  const int n_matrix = args.swiglu ? 1 : args.n_matrix;
-  auto tiles_of = [&](int i) {
-    return is_pair && (args.second >> i & 1) ? Tiles::of<Second>(args, i) : Tiles::of<First>(args, i);
-  };
-  // The rows of a block's tile lie side by side: each warp fetches an eighth of them.
-  auto prefetch_tile = [&](int tile) {
-#pragma unroll 1
-    for (int i = 0; i < n_matrix; ++i) {
-      const Tiles tiles = tiles_of(i);
-      const int n = tiles.count();
-      if (tile < n) {
-        const int first = tile * tiles.at_once, count = min(tiles.at_once, tiles.gate->n_out - first);
-        const size_t length = count * tiles.stride, share = (length / (matvec_threads / 32) + 15) & ~(size_t)15;
-        const size_t begin = threadIdx.x / 32 * share;
-        if (begin < length) {
-          const size_t offset = first * tiles.stride + begin;
-          prefetch(tiles.gate->weight + offset, min(share, length - begin));
-          if (args.swiglu) prefetch(tiles.up->weight + offset, min(share, length - begin));
-        }
-        return;
-      }
-      tile -= n;
-    }
-  };
+  const int n_matrix = args.swiglu ? 1 : args.n_matrix, warp = threadIdx.x / 32;
+  const uint32_t base = shared_address(shared), barriers = base + matvec_partials * (int)sizeof(float);
+  const uint32_t at_x = matvec_partials * sizeof(float) + matvec_barriers;
+  Ring ring(base + at_x + args.x_bytes + warp * args.stages * args.stage_bytes, barriers + warp * matvec_stages * 8, args.stages, args.stage_bytes);
+  __syncwarp();
 
   let_successor_start();
-  if (!args.expert_ids) prefetch_tile(blockIdx.x);  // while x is still being computed
-  wait_for_predecessor();
-
+  if (args.expert_ids) wait_for_predecessor();  // which weights, it says
   const int token = blockIdx.y / args.n_used, slot = blockIdx.y % args.n_used;
-  const float* x = args.x + (size_t)token * args.x_stride + (size_t)slot * args.x_expert_stride;
   const size_t expert = args.expert_ids ? (size_t)args.expert_ids[(size_t)token * args.expert_stride + slot] : 0;
-  const float factor = args.norm ? inverse_rms<matvec_threads>(x, args.n_row, args.eps, partial) : 1.0f;
-  typename Product<First>::X planes(shared + matvec_partials * sizeof(float), args.n_in);
-  planes.fill(x + args.k_begin, args.norm ? args.norm + args.k_begin : nullptr, factor, args.n_in);
-  __syncthreads();
+  const X x(shared + at_x, args.n_in);
 
-  int tile = blockIdx.x, before = 0;
-  auto ahead = [&](int n) {
-    if (!args.expert_ids) prefetch_tile(before + n);
+  bool is_first = true;
+  auto prepare_x = [&] {  // once, while the first weights are on their way
+    if (!is_first) return;
+    is_first = false;
+    wait_for_predecessor();
+    const float* from = args.x + (size_t)token * args.x_stride + (size_t)slot * args.x_expert_stride;
+    const float factor = args.norm ? inverse_rms<matvec_threads>(from, args.n_row, args.eps, partial) : 1.0f;
+    x.fill(from + args.k_begin, args.norm ? args.norm + args.k_begin : nullptr, factor, args.n_in);
+    __syncthreads();
   };
+
+  int tile = blockIdx.x;
 #pragma unroll 1
   for (int i = 0; i < n_matrix; ++i) {
-    const Tiles tiles = tiles_of(i);
-    const int n = tiles.count();
-    if (tile < n) {
-      if constexpr (is_pair) {
-        if (args.second >> i & 1) {
-          multiply<Second>(args, tiles, expert, tile, planes, partial, ahead);
-        } else {
-          multiply<First>(args, tiles, expert, tile, planes, partial, ahead);
-        }
-      } else {
-        multiply<First>(args, tiles, expert, tile, planes, partial, ahead);
-      }
-      tile += (n - tile + (int)gridDim.x - 1) / (int)gridDim.x * (int)gridDim.x;
-      __syncthreads();  // `partial` begins anew
+    if (is_pair && (args.second >> i & 1)) {
+      tile = run<Second>(args, i, expert, tile, x, partial, ring, prepare_x);
+    } else {
+      tile = run<First>(args, i, expert, tile, x, partial, ring, prepare_x);
     }
-    tile -= n;
-    before += n;
   }
 }
 

@@ -1,7 +1,9 @@
-// Tensor-core and asynchronous-copy instructions, for every architecture from sm_75 on. Halves travel in pairs in 32 bits.
+// Tensor-core instructions, for every architecture from sm_75 on. Halves travel in pairs in 32 bits.
 #pragma once
 
 #include <stdint.h>
+
+#include "copy.cuh"
 
 namespace reflex {
 
@@ -29,37 +31,6 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address));
-}
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-
-// 16 bytes from global to shared memory, or zeros. Where copies cannot be asynchronous they are done at once.
-__device__ __forceinline__ void copy16(uint32_t to, const void* from, bool there) {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
-#else
-  const uint4 v = there ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
-  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-#endif
-}
-__device__ __forceinline__ void commit_copies() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-// All but the latest `pending` groups have arrived.
-template <int pending>
-__device__ __forceinline__ void wait_copies() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
-#endif
-}
-
-// What this thread has copied is seen by instructions that multiply straight from shared memory.
-__device__ __forceinline__ void publish_copies() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
 }
 
 // A load that stays where it is written.

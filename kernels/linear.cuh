@@ -88,20 +88,6 @@ __device__ __forceinline__ void let_successor_start() {
 #endif
 }
 
-// Bring `length` bytes into L2; called by one warp.
-__device__ __forceinline__ void prefetch(const uint8_t* from, size_t length) {
-  const int lane = threadIdx.x % 32;
-#if __CUDA_ARCH__ >= 900
-  if (lane == 0) {
-    const uintptr_t begin = reinterpret_cast<uintptr_t>(from) & ~(uintptr_t)15;
-    const uint32_t size = (uint32_t)((reinterpret_cast<uintptr_t>(from) + length - begin + 15) & ~(size_t)15);
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(size) : "memory");
-  }
-#else
-  for (size_t at = 128 * lane; at < length; at += 32 * 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
-#endif
-}
-
 // --- arithmetic -------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }

@@ -73,7 +73,7 @@ __device__ __forceinline__ void matmul(const MatmulArgs& args) {
     }
   };
 
-  if (N <= 16) let_successor_start();  // with more rows the successor's blocks would be in the way
+  if (N == 8) let_successor_start();  // with more rows the successor's blocks would be in the way
   fetch(part);
   wait_for_predecessor();
 

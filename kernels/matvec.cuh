@@ -500,10 +500,7 @@ __device__ __forceinline__ void matvec(const MatvecArgs& args) {
 
 }  // namespace reflex
 
-#ifndef MATVEC_BLOCKS
-#define MATVEC_BLOCKS 2
-#endif
 #define REFLEX_MATVEC(NAME, FIRST, SECOND)                                                                           \
-  extern "C" __global__ void __launch_bounds__(reflex::matvec_threads, MATVEC_BLOCKS) NAME(const __grid_constant__ reflex::MatvecArgs args) { \
+  extern "C" __global__ void __launch_bounds__(reflex::matvec_threads, 2) NAME(const __grid_constant__ reflex::MatvecArgs args) { \
     reflex::matvec<reflex::FIRST, reflex::SECOND>(args);                                                             \
   }

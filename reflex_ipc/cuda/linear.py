@@ -95,8 +95,8 @@ _FLOAT_TILE = 64  # of gemm_float
 _WIDENED = 128 << 20  # bytes of half-precision weights in scratch at a time
 _PARTIALS = 1280  # bytes of shared memory that matvec needs beside x and its rings
 _EDGE = 1024  # bytes that gemm_half needs beside its stages
-_STAGES = 3  # of a ring of matvec at most
-_PER_MULTIPROCESSOR = 2  # blocks of matvec at a time; its registers leave room for a third, the next launch's
+_STAGES = 2  # of a ring of matvec at most
+_PER_MULTIPROCESSOR = 2  # blocks of matvec at a time
 
 _MATRIX = Struct("<5Q2i")
 _MATVEC = Struct("<3Q7if7i4x")
@@ -306,6 +306,10 @@ _LEAST_LANES = {64: 3, 32: 4, 16: 5}
 """log2 of the fewest lanes a row may have, by elements of a piece: they read 512 elements at a time or more."""
 
 
+_TILE_COST = {3: 0.25, 4: 0.25, 5: 0.3, 6: 0.55, 7: 0.9, 8: 1.0}
+"""What the end of a tile costs in steps of a warp, by log2 of its lanes: measured on an H200."""
+
+
 def _lanes(tiles: Sequence[tuple[int, int]], n_pieces: int, least: int, capacity: int) -> tuple[int, int]:
     """(log2 of the lanes that share a tile, blocks) that finish first.
 
@@ -314,11 +318,10 @@ def _lanes(tiles: Sequence[tuple[int, int]], n_pieces: int, least: int, capacity
     """
     best = (0.0, 0, 0)
     for log2 in range(least, 9):
-        groups = _THREADS >> log2
-        blocks = sum(-(-n // (rows * groups)) for n, rows in tiles)
-        steps = -(-n_pieces // (1 << log2))
-        copies = tiles[0][1] << max(0, 5 - log2)  # a step; each costs some instructions
-        cost = -(-blocks // capacity) * (steps * (1 + 0.06 * copies) + 0.5 + 0.1 * max(0, log2 - 5))
+        blocks = sum(-(-n // (rows * (_THREADS >> log2))) for n, rows in tiles)
+        rounds = (blocks / capacity + -(-blocks // capacity)) / 2  # blocks that wait for memory fill each other's gaps
+        copies = tiles[0][1] << max(0, 5 - log2)  # of a step; each costs some instructions
+        cost = rounds * (n_pieces / (1 << log2) * (1 + 0.02 * copies) + _TILE_COST[log2])
         if not best[2] or cost < best[0]:
             best = (cost, log2, blocks)
     return best[1], best[2]

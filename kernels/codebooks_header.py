@@ -1,18 +1,21 @@
-"""The tables of `reflex_ipc.reference.codebooks` as a C++ header for `dequant.cuh`: `codebooks.cuh`, made by the build.
+"""The tables of `reflex_ipc.reference.codebooks` as a C++ header for `dequant.cuh`.
+
+    python -m kernels.codebooks_header      writes kernels/codebooks.cuh; a test compares the two
 
 A point is an integer whose nibbles, lowest first, are the places of its coordinates in the codebook's list of values:
-as selectors of a byte permutation they turn into the values with one instruction for four coordinates. Each table is local
-to the function that reads it, so that only a cubin that does so contains it.
+as selectors of a byte permutation they turn into the values with one instruction for four coordinates. Each table is
+local to the function that reads it, so that only a cubin that does so contains it.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from reflex_ipc.reference.codebooks import CODEBOOKS, FP4_VALUES, IQ4_VALUES
 
 
 def header() -> str:
     """The text of `codebooks.cuh`."""
-    lines = ["// Made by kernels/codebooks_header.py.", "#pragma once", "", "namespace reflex {", ""]
+    lines = ["// Made by codebooks_header.py; do not edit.", "#pragma once", "", "namespace reflex {", ""]
     for name, table in (("IQ4_TABLE", IQ4_VALUES), ("FP4_TABLE", FP4_VALUES)):
         lines.append(f"#define {name} {{{', '.join(_words(table))}}}  // a byte a nibble")
     for name, codebook in CODEBOOKS.items():
@@ -35,3 +38,7 @@ def _words(values: Sequence[int]) -> list[str]:
     """Signed bytes, four to a little-endian word."""
     data = bytes(v & 255 for v in values)
     return [f"0x{int.from_bytes(data[i : i + 4], 'little'):08x}u" for i in range(0, len(data), 4)]
+
+
+if __name__ == "__main__":
+    Path(__file__).with_name("codebooks.cuh").write_text(header())

@@ -36,30 +36,39 @@ __device__ __forceinline__ void publish_copies() {
 #endif
 }
 
-// --- a ring of stages that one warp fills and empties -------------------------------------------------------------------
-// From sm_90 on the copy engine moves whole rows and counts bytes in a barrier a stage; before that, lanes copy 16 bytes.
+// --- a ring of stages that one warp fills and empties --------------------------------------------------------------
+// From sm_90 on the copy engine moves whole rows and counts bytes in a barrier a stage; before that, lanes copy 16
+// bytes.
 
 struct Ring {
-  uint32_t data;      // shared address of the warp's stages, a multiple of 16
-  uint32_t barriers;  // and of their barriers, 8 bytes each
+  uint32_t data;                      // shared address of the warp's stages, a multiple of 16
+  uint32_t barriers;                  // and of their barriers, 8 bytes each
   uint32_t stages, stage_bytes;       // at most 3; one is enough where copies do not run in the background
   uint32_t next, oldest;              // stages: the one to fill, the one to empty
   uint32_t next_phase, oldest_phase;  // 0 and 1 in turns, a turn a round
 
   // To be followed by a barrier of the warp.
   __device__ __forceinline__ Ring(uint32_t data, uint32_t barriers, uint32_t stages, uint32_t stage_bytes)
-      : data(data), barriers(barriers), stages(stages), stage_bytes(stage_bytes), next(0), oldest(0), next_phase(0), oldest_phase(0) {
+      : data(data),
+        barriers(barriers),
+        stages(stages),
+        stage_bytes(stage_bytes),
+        next(0),
+        oldest(0),
+        next_phase(0),
+        oldest_phase(0) {
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x % 32 == 0) {
-      for (uint32_t i = 0; i < stages; ++i) asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barriers + 8 * i) : "memory");
+      for (uint32_t i = 0; i < stages; ++i)
+        asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barriers + 8 * i) : "memory");
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
 #endif
   }
 
-  // Fill the next stage. Lane r < rows copies `length` bytes (or none) from `from`, rows `slot` bytes apart; as copies move
-  // 16 bytes at a time from multiples of 16, byte `from % 16` of its slot is the first. Every lane of the warp calls it,
-  // also when there is nothing left to copy. `alike`: every `from` is a multiple of 16.
+  // Fill the next stage. Lane r < rows copies `length` bytes (or none) from `from`, rows `slot` bytes apart; as copies
+  // move 16 bytes at a time from multiples of 16, byte `from % 16` of its slot is the first. Every lane of the warp
+  // calls it, also when there is nothing left to copy. `alike`: every `from` is a multiple of 16.
   template <bool alike>
   __device__ __forceinline__ void fill(int rows, int slot, const uint8_t* from, int length) {
     const int lane = threadIdx.x % 32;
@@ -70,15 +79,18 @@ struct Ring {
 #if __CUDA_ARCH__ >= 900
     const int total = alike ? rows * bytes : (int)__reduce_add_sync(0xffffffffu, lane < rows ? bytes : 0);
     const uint32_t barrier = barriers + 8 * next;
-    if (lane == 0) asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(total) : "memory");
+    if (lane == 0)
+      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(total) : "memory");
     if (lane < rows && length > 0) {
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to + lane * slot),
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                       to + lane * slot),
                    "l"(begin), "r"(bytes), "r"(barrier)
                    : "memory");
     }
 #else
     for (int r = 0; r < rows; ++r) {
-      const uint8_t* source = reinterpret_cast<const uint8_t*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(begin), r));
+      const uint8_t* source =
+          reinterpret_cast<const uint8_t*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(begin), r));
       const int end = __shfl_sync(0xffffffffu, bytes, r);
       for (int at = 16 * lane; at < end; at += 512) copy16(to + r * slot + at, source + at, true);
     }

@@ -1,13 +1,13 @@
 // Many rows at once: out = x W^T with both factors in memory as they are multiplied.
 //
 // gemm_half: halves on tensor cores, float32 sums. x (m, k) has a power of two a row (rows.cu), W (n, k) one a row
-// (widen in matmul.cuh) or, where it is an F16 weight of the file itself, none. A block computes 128 x 128 of the result
-// in steps of 64 columns, `stages` of which are in shared memory; its 8 warps have 64 x 32 each, or 16 x 128 where groups of
-// four multiply straight from shared memory (sm_90a). In shared memory a row is 128 bytes, 8 chunks of 16, chunk c of row r
-// at place c ^ (r % 8): neither copies nor matrix loads meet in a bank.
+// (widen in matmul.cuh) or, where it is an F16 weight of the file itself, none. A block computes 128 x 128 of the
+// result in steps of 64 columns, `stages` of which are in shared memory; its 8 warps have 64 x 32 each, or 16 x 128
+// where groups of four multiply straight from shared memory (sm_90a). In shared memory a row is 128 bytes, 8 chunks of
+// 16, chunk c of row r at place c ^ (r % 8): neither copies nor matrix loads meet in a bank.
 // SwiGLU: rows 2 i and 2 i + 1 of W are row i of gate and of up; a lane has both sums of a pair.
-// Launch: 256 threads, grid (ceil(m / 128), ceil(n / 128)), dynamic shared memory stages * 32768 + 1024 bytes. k and both
-// strides multiples of 8, rows 16-byte aligned.
+// Launch: 256 threads, grid (ceil(m / 128), ceil(n / 128)), dynamic shared memory stages * 32768 bytes and, on sm_90a,
+// 1024 more. k and both strides multiples of 8, rows 16-byte aligned.
 //
 // gemm_float: float32 weights, whose products stay float32 (routers need it). 64 x 64 a block, 4 x 4 a thread.
 // Launch: 256 threads, grid (ceil(m / 64), ceil(n / 64)).
@@ -17,22 +17,22 @@
 namespace reflex {
 
 struct GemmArgs {
-  const void* x;         // (m, x_stride): halves, or float32
-  const float* x_scale;  // (m)
-  const void* w;         // (n, w_stride): halves, or float32
-  const float* w_scale;  // (n) or null
-  float* out;            // (m, out_stride)
-  const float* bias;     // (n) or null; of gate with SwiGLU
-  const float* up_bias;  // of up
-  const float* residual; // (m, out_stride) or null
+  const void* x;          // (m, x_stride): halves, or float32
+  const float* x_scale;   // (m)
+  const void* w;          // (n, w_stride): halves, or float32
+  const float* w_scale;   // (n) or null
+  float* out;             // (m, out_stride)
+  const float* bias;      // (n) or null; of gate with SwiGLU
+  const float* up_bias;   // of up
+  const float* residual;  // (m, out_stride) or null
   int m, n, k;
   int x_stride, w_stride, out_stride;
   int stages, swiglu;
 };
 
 constexpr int gemm_threads = 256;
-constexpr int gemm_tile = 128;       // rows of x, and of W
-constexpr int gemm_step = 64;        // columns
+constexpr int gemm_tile = 128;                             // rows of x, and of W
+constexpr int gemm_step = 64;                              // columns
 constexpr int gemm_stage = 2 * gemm_tile * gemm_step * 2;  // bytes
 
 // Where chunk `chunk` of row `row` is in a tile.
@@ -55,21 +55,23 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
 __device__ __forceinline__ void multiply_group(float (&d)[part_rows][part_columns][4], uint64_t a, uint64_t b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
-      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-      "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,"
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%"
+      "30,%31,"
+      "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,"
+      "%60,%61,"
       "%62,%63}, %64, %65, 1, 1, 1, 0, 0;"
 #define REFLEX_FOUR(J) "+f"(d[0][J][0]), "+f"(d[0][J][1]), "+f"(d[0][J][2]), "+f"(d[0][J][3])
       : REFLEX_FOUR(0), REFLEX_FOUR(1), REFLEX_FOUR(2), REFLEX_FOUR(3), REFLEX_FOUR(4), REFLEX_FOUR(5), REFLEX_FOUR(6),
-        REFLEX_FOUR(7), REFLEX_FOUR(8), REFLEX_FOUR(9), REFLEX_FOUR(10), REFLEX_FOUR(11), REFLEX_FOUR(12), REFLEX_FOUR(13),
-        REFLEX_FOUR(14), REFLEX_FOUR(15)
+        REFLEX_FOUR(7), REFLEX_FOUR(8), REFLEX_FOUR(9), REFLEX_FOUR(10), REFLEX_FOUR(11), REFLEX_FOUR(12),
+        REFLEX_FOUR(13), REFLEX_FOUR(14), REFLEX_FOUR(15)
 #undef REFLEX_FOUR
       : "l"(a), "l"(b));
 }
 #endif
 
 // sum += x W^T for the tiles at these shared addresses; the warp's part begins at (warp_m, warp_n).
-__device__ __forceinline__ void multiply_step(
-    float (&sum)[part_rows][part_columns][4], uint32_t x_tile, uint32_t w_tile, int warp_m, int warp_n) {
+__device__ __forceinline__ void multiply_step(float (&sum)[part_rows][part_columns][4], uint32_t x_tile,
+                                              uint32_t w_tile, int warp_m, int warp_n) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   const uint64_t a = descriptor(x_tile + (warp_m / 64 * 64) * 128), b = descriptor(w_tile);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -108,8 +110,12 @@ __device__ __forceinline__ void finish_step() {
 using namespace reflex;
 
 extern "C" __global__ void __launch_bounds__(gemm_threads, 2) gemm_half(const __grid_constant__ GemmArgs args) {
-  extern __shared__ uint8_t shared[];
+  extern __shared__ __align__(128) uint8_t shared[];
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
   const uint32_t base = (shared_address(shared) + 1023) & ~1023u;
+#else
+  const uint32_t base = shared_address(shared);
+#endif
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int m0 = blockIdx.x * gemm_tile, n0 = blockIdx.y * gemm_tile;  // neighbours share W
   const int warp_m = part_rows == 1 ? warp * 16 : warp / 4 * 64, warp_n = part_rows == 1 ? 0 : warp % 4 * 32;
@@ -128,8 +134,10 @@ extern "C" __global__ void __launch_bounds__(gemm_threads, 2) gemm_half(const __
     for (int i = 0; i < gemm_tile / 32; ++i) {
       const int row = copy_row + 32 * i;
       const int m = min(m0 + row, args.m - 1), n = min(n0 + row, args.n - 1);
-      copy16(to + place(row, copy_chunk), x + (inside ? (size_t)m * args.x_stride + column : 0), inside && m0 + row < args.m);
-      copy16(to + gemm_tile * 128 + place(row, copy_chunk), w + (inside ? (size_t)n * args.w_stride + column : 0), inside && n0 + row < args.n);
+      copy16(to + place(row, copy_chunk), x + (inside ? (size_t)m * args.x_stride + column : 0),
+             inside && m0 + row < args.m);
+      copy16(to + gemm_tile * 128 + place(row, copy_chunk), w + (inside ? (size_t)n * args.w_stride + column : 0),
+             inside && n0 + row < args.n);
     }
     commit_copies();
   };
@@ -214,7 +222,8 @@ extern "C" __global__ void __launch_bounds__(gemm_threads) gemm_float(const __gr
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < step; ++k) {
-      const float4 a = *reinterpret_cast<const float4*>(&x_tile[k][tm]), b = *reinterpret_cast<const float4*>(&w_tile[k][tn]);
+      const float4 a = *reinterpret_cast<const float4*>(&x_tile[k][tm]),
+                   b = *reinterpret_cast<const float4*>(&w_tile[k][tn]);
       const float av[4] = {a.x, a.y, a.z, a.w}, bv[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

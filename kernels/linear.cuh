@@ -18,7 +18,7 @@ struct Matrix {
   int n_out, out_stride;
 };
 
-// --- floats: the memory side of F32, F16 and BF16 ----------------------------------------------------------------------
+// --- floats: the memory side of F32, F16 and BF16 ------------------------------------------------------------------
 
 struct F32 {
   static constexpr int bytes = 4;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void load_floats(Bytes p, int left, bool aligned, Wor
   }
 }
 
-// --- dependent launches -----------------------------------------------------------------------------------------------
+// --- dependent launches --------------------------------------------------------------------------------------------
 
 // The predecessor's results are complete and visible. Every kernel calls it before it reads an activation or writes.
 __device__ __forceinline__ void wait_for_predecessor() {
@@ -88,7 +88,7 @@ __device__ __forceinline__ void let_successor_start() {
 #endif
 }
 
-// --- arithmetic -------------------------------------------------------------------------------------------------------
+// --- arithmetic ----------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 

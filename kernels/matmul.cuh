@@ -1,14 +1,15 @@
 // A few rows x at once: out[t] = W x[t] on tensor cores, W dequantised on the way into registers.
 //
-// A warp multiplies 16 rows of W with N rows of x (8, 16, 32 or 64). Lane 4 g + t reads pieces (dequant.cuh) t, t + 4, ...
-// of rows g and g + 8. The columns of a sum may come in any order as long as both factors agree on it: a tensor-core step
-// multiplies 4 elements that each of the 4 lanes of a row already has, so weights never pass through shared memory.
-// Rows of x come as halves, each divided by its own power of two (rows.cu), 8 elements of all rows side by side:
-// (n_in / 8, n_rows, 8), zero beyond the real ones. Every run of weights is divided by a power of two that the 4 lanes
-// agree on (operand.cuh); products of a run are summed by the tensor core and added to float32 sums times that power.
+// A warp multiplies 16 rows of W with N rows of x (8, 16, 32 or 64). Lane 4 g + t reads pieces (dequant.cuh) t, t + 4,
+// ... of rows g and g + 8. The columns of a sum may come in any order as long as both factors agree on it: a
+// tensor-core step multiplies 4 elements that each of the 4 lanes of a row already has, so weights never pass through
+// shared memory. Rows of x come as halves, each divided by its own power of two (rows.cu), 8 elements of all rows side
+// by side: (n_in / 8, n_rows, 8), zero beyond the real ones. Every run of weights is divided by a power of two that the
+// 4 lanes agree on (operand.cuh); products of a run are summed by the tensor core and added to float32 sums times that
+// power.
 //
-// Layout: `split` of a block's 8 warps share the columns of a tile; their sums are added in a fixed order through shared
-// memory. Launch: 256 threads, a block a `8 / split` tiles of 16 rows (SwiGLU: 8 gate rows and their 8 up rows);
+// Layout: `split` of a block's 8 warps share the columns of a tile; their sums are added in a fixed order through
+// shared memory. Launch: 256 threads, a block a `8 / split` tiles of 16 rows (SwiGLU: 8 gate rows and their 8 up rows);
 // blockIdx.y is a block of N rows of x.
 #pragma once
 
@@ -86,9 +87,10 @@ __device__ __forceinline__ void matmul(const MatmulArgs& args) {
     W::unpack(next[0], within, a0);
     W::unpack(next[1], within, a1);
     fetch(slice + split);
-    // x of run k and eight rows n is loaded while the one before is multiplied; volatile, so that no more are at a time.
+    // x of run k and eight rows n is loaded while the one before is multiplied; volatile, so that no more are at a
+    // time.
     uint4 b[2][2];
-    auto load = [&](int k, int n, uint4 (&to)[2]) {
+    auto load = [&](int k, int n, uint4(&to)[2]) {
       const int unit = (piece / W::block_pieces * W::block_elements + W::position(within, k)) / 8;
       to[0] = load_now(x + (size_t)unit * args.n_rows + 8 * n);
       to[1] = load_now(x + (size_t)(unit + 1) * args.n_rows + 8 * n);
@@ -164,14 +166,14 @@ __device__ __forceinline__ void matmul(const MatmulArgs& args) {
   }
 }
 
-// W as halves for gemm_half: row r goes to row r * row_step + row_first, divided by a power of two that bounds it, zeros
-// up to `stride`. Launch: 256 threads, a warp a row.
+// W as halves for gemm_half: row r goes to row r * row_step + row_first, divided by a power of two that bounds it,
+// zeros up to `stride`. Launch: 256 threads, a warp a row.
 struct WidenArgs {
   const uint8_t* weight;
   uint4* out;    // halves (.., stride)
   float* scale;  // (..): the powers of two
   int n_out, n_in;
-  int stride;    // halves, a multiple of 256
+  int stride;  // halves, a multiple of 256
   int row_step, row_first;
 };
 
@@ -187,7 +189,8 @@ __device__ __forceinline__ void widen(const WidenArgs& args) {
   const int n_pieces = (args.n_in + 16 * W::runs - 1) / (16 * W::runs), to = row * args.row_step + args.row_first;
   auto fetch = [&](int piece) {
     const int block = piece / W::block_pieces;
-    return W::fetch(weight + (size_t)block * W::block_bytes, piece % W::block_pieces, args.n_in - block * W::block_elements, aligned);
+    return W::fetch(weight + (size_t)block * W::block_bytes, piece % W::block_pieces,
+                    args.n_in - block * W::block_elements, aligned);
   };
 
   float power = 1;
@@ -207,8 +210,8 @@ __device__ __forceinline__ void widen(const WidenArgs& args) {
   if (lane == 0) args.scale[to] = power;
   const float inverse = reciprocal_of_power(power);
   uint4* out = args.out + (size_t)to * (args.stride / 8);
-  // 32 pieces are neighbours: through shared memory, so that a warp writes them in order. Pairs of a row's 8-element units
-  // are put in places that do not meet in a bank.
+  // 32 pieces are neighbours: through shared memory, so that a warp writes them in order. Pairs of a row's 8-element
+  // units are put in places that do not meet in a bank.
   constexpr int units = 2 * W::runs * 32;
   __shared__ uint4 staged[8][units];
   uint4* mine = staged[threadIdx.x / 32];
@@ -242,12 +245,13 @@ __device__ __forceinline__ void widen(const WidenArgs& args) {
 
 }  // namespace reflex
 
-#define REFLEX_MATMUL(NAME, FORMAT, N)                                                                                 \
-  extern "C" __global__ void __launch_bounds__(reflex::matmul_threads, reflex::matmul_blocks<reflex::FORMAT, N>) NAME(const __grid_constant__ reflex::MatmulArgs args) { \
-    reflex::matmul<reflex::FORMAT, N>(args);                                                                           \
+#define REFLEX_MATMUL(NAME, FORMAT, N)                                                                           \
+  extern "C" __global__ void __launch_bounds__(reflex::matmul_threads, reflex::matmul_blocks<reflex::FORMAT, N>) \
+      NAME(const __grid_constant__ reflex::MatmulArgs args) {                                                    \
+    reflex::matmul<reflex::FORMAT, N>(args);                                                                     \
   }
 
-#define REFLEX_WIDEN(NAME, FORMAT)                                                                            \
-  extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ reflex::WidenArgs args) {     \
-    reflex::widen<reflex::FORMAT>(args);                                                                      \
+#define REFLEX_WIDEN(NAME, FORMAT)                                                                         \
+  extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ reflex::WidenArgs args) { \
+    reflex::widen<reflex::FORMAT>(args);                                                                   \
   }

@@ -1,276 +1,46 @@
 // Matrix-vector products: out = W x for one row x, up to four matrices W a launch.
 //
-// Quantised W: x becomes 16-bit integers q with one scale s per 32 elements, x = s q, |q| <= 127 * 256 + 127, each split
-// into two signed bytes, q = 256 high + low. A group of 16 or 32 weights (dequant.cuh) then costs 4-way byte dot products,
-// exact in 32-bit integers:
-//   sum value * x = scale * s * (256 sum(level high) + sum(level low) - zero sum(q)) + offset * s * sum(q)
-// and these are added up in float32. F32, F16, BF16: x stays float32, so do products and sums.
+// The arithmetic is in product.cuh.
 //
-// Layout: a tile is 2 or 4 rows of W. `lanes` threads of a block (8 .. 256, a power of two) share one: lane l of them takes
-// pieces l, l + lanes, ... of each row. Blocks take tiles blockIdx.x, + gridDim.x, ... through all matrices. Each warp has
-// a ring of stages in shared memory (copy.cuh) that holds the next bytes of its rows. Sums are formed in an order that only
-// the shape determines.
+// Layout: a tile is 2 or 4 rows of W. `lanes` threads of a block (8 .. 256, a power of two) share one: lane l of them
+// takes pieces l, l + lanes, ... of each row. Blocks take tiles blockIdx.x, + gridDim.x, ... through all matrices. Each
+// warp has a ring of stages in shared memory (copy.cuh) that holds the next bytes of its rows. Sums are formed in an
+// order that only the shape determines.
 //
 // Launch: 256 threads; dynamic shared memory as `linear.py` computes it; blockIdx.y is a row of x (or one of a token's
-// experts). x 16-byte aligned, strides multiples of 4 where W is quantised. The ring is filled before the predecessor is
-// waited for: the upload of W must be complete when the predecessor starts. Copies read up to 15 bytes around a row.
+// experts). x 16-byte aligned, strides multiples of 4 where W is quantised. The ring is filled before the predecessor
+// is waited for: the upload of W must be complete when the predecessor starts. Copies read up to 15 bytes around a row.
 #pragma once
 
 #include "copy.cuh"
-#include "linear.cuh"
+#include "product.cuh"
 
 namespace reflex {
 
 struct MatvecArgs {
-  const float* x;          // (rows of x, x_stride)
-  const float* norm;       // (n_row) RMSNorm weight, or null: x as it is
-  const float* expert_ids; // (tokens, expert_stride), the first n_used of each are ids; or null
-  int n_row;               // elements of a row of W and of x
-  int k_begin, n_in;       // the columns of this launch: [k_begin, k_begin + n_in)
-  int x_stride;            // from a token's x to the next one's
-  int x_expert_stride;     // from the x of a token's expert to that of its next expert
+  const float* x;             // (rows of x, x_stride)
+  const float* norm;          // (n_row) RMSNorm weight, or null: x as it is
+  const float* expert_ids;    // (tokens, expert_stride), the first n_used of each are ids; or null
+  int n_row;                  // elements of a row of W and of x
+  int k_begin, n_in;          // the columns of this launch: [k_begin, k_begin + n_in)
+  int x_stride;               // from a token's x to the next one's
+  int x_expert_stride;        // from the x of a token's expert to that of its next expert
   int expert_stride, n_used;  // of expert_ids; n_used is 1 without experts
   float eps;
   int n_matrix;
-  int swiglu;              // 1: out of matrix 0 is silu(W0 x) * (W1 x); or 0
+  int swiglu;  // 1: out of matrix 0 is silu(W0 x) * (W1 x); or 0
   int lanes_log2;
-  int second;              // bit i: matrix i has the kernel's second format
-  int x_bytes;             // of shared memory
-  int stages, stage_bytes; // of a warp's ring
+  int second;               // bit i: matrix i has the kernel's second format
+  int x_bytes;              // of shared memory
+  int stages, stage_bytes;  // of a warp's ring
   Matrix matrix[max_matrices];
 };
 
-constexpr int matvec_threads = 256;
 constexpr int matvec_partials = 2 * 128;  // floats of shared memory for sums on their way from lane to lane
 constexpr int matvec_stages = 3;          // at most
 constexpr int matvec_barriers = 256;      // bytes of shared memory for the barriers of eight rings
 
-// --- x in shared memory -----------------------------------------------------------------------------------------------
-
-// Two byte planes in units of 16 elements, and 16 bytes of facts about every 32.
-struct Planes {
-  uint8_t* high;
-  uint8_t* low;
-  uint8_t* facts;  // float scale, int sum of q of the first 16, of the second, float scale * both
-
-  __device__ __forceinline__ Planes(uint8_t* shared, int n) {
-    const int units = (n + 127) / 128 * 8;
-    high = shared;
-    low = high + 16 * units;
-    facts = low + 16 * units;
-  }
-
-  // Byte offset of unit u in a plane: the lanes of a warp read at strides of 1, 2, 4 and 8 units and must not meet in a
-  // bank. 32 units further it is 512 bytes further.
-  static __device__ __forceinline__ int place(int u) {
-    const int line = u >> 3 & 3;
-    return (u ^ line ^ line << 1) * 16;
-  }
-
-  __device__ __forceinline__ void fill(const float* x, const float* norm, float factor, int n) const {
-    for (int base = 0; base < n / 16; base += matvec_threads) {  // in step: neighbours share a scale
-      const int unit = base + threadIdx.x;
-      const bool there = unit < n / 16;
-      float v[16] = {};
-      uint32_t most = 0;
-      if (there) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float4 f = reinterpret_cast<const float4*>(x)[4 * unit + i];
-          if (norm) {
-            const float* w = norm + 16 * unit + 4 * i;
-            f.x *= factor * __ldg(w), f.y *= factor * __ldg(w + 1), f.z *= factor * __ldg(w + 2), f.w *= factor * __ldg(w + 3);
-          }
-          v[4 * i] = f.x, v[4 * i + 1] = f.y, v[4 * i + 2] = f.z, v[4 * i + 3] = f.w;
-          most = max(max(most, max(magnitude(f.x), magnitude(f.y))), max(magnitude(f.z), magnitude(f.w)));
-        }
-      }
-      most = max(most, __shfl_xor_sync(0xffffffffu, most, 1));
-      // Below 1e-30 the reciprocal would overflow; such a group counts as 0. NaN and infinity live on in the scale.
-      const float greatest = __uint_as_float(most);
-      const float inverse = greatest < 1e-30f ? 0.0f : 32639.0f / greatest;
-      int sum = 0;
-      uint32_t high_words[4], low_words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        uint32_t q[4], h[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int whole = __float2int_rn(v[4 * i + j] * inverse);
-          sum += whole;
-          q[j] = (uint32_t)whole;
-          h[j] = (uint32_t)(whole + 128) >> 8;  // (whole - signed low byte) / 256
-        }
-        low_words[i] = permute(permute(q[0], q[1], 0x0040), permute(q[2], q[3], 0x0040), 0x5410);
-        high_words[i] = permute(permute(h[0], h[1], 0x0040), permute(h[2], h[3], 0x0040), 0x5410);
-      }
-      const int other = __shfl_xor_sync(0xffffffffu, sum, 1);
-      if (there) {
-        const int at = place(unit);
-        *reinterpret_cast<uint4*>(high + at) = make_uint4(high_words[0], high_words[1], high_words[2], high_words[3]);
-        *reinterpret_cast<uint4*>(low + at) = make_uint4(low_words[0], low_words[1], low_words[2], low_words[3]);
-        const float scale = greatest * (1.0f / 32639.0f);
-        const int4 all = {__float_as_int(scale), sum, other, __float_as_int(scale * (float)(sum + other))};
-        if (unit % 2 == 0) *reinterpret_cast<int4*>(facts + unit / 2 * 16) = all;
-      }
-    }
-  }
-};
-
-// float32 in pieces of `piece` elements: four elements of every piece side by side, then the next four.
-template <int piece>
-struct Plain {
-  uint8_t* x;
-  int plane;  // bytes
-
-  __device__ __forceinline__ Plain(uint8_t* shared, int n) : x(shared), plane((n + piece - 1) / piece * 16) {}
-
-  __device__ __forceinline__ void fill(const float* from, const float* norm, float factor, int n) const {
-    for (int i = threadIdx.x; i < plane / 16 * piece; i += matvec_threads) {
-      float v = i < n ? from[i] : 0.0f;
-      if (norm && i < n) v *= factor * __ldg(norm + i);
-      *reinterpret_cast<float*>(x + i % piece / 4 * plane + i / piece * 16 + i % 4 * 4) = v;
-    }
-  }
-};
-
-// --- a piece of some rows times x -------------------------------------------------------------------------------------
-// A tile is 2 or 4 rows of weights. A lane reads the same piece of every so manieth block of each row, `within` its place
-// in the block. `Places` is where the x that goes with it is in the first of these blocks; `block(r)` is where row r's is.
-
-template <class Format>
-struct Quantised {
-  using X = Planes;
-  static constexpr int rows = rows_at_once<Format>, runs = Format::runs, group = Format::group;
-  static constexpr int piece_elements = 16 * runs;
-  static constexpr int block_pieces = pieces<Format>, block_bytes = Format::bytes;
-  static constexpr int alignment = Format::alignment;
-  static constexpr int unit_elements = 16, block_units = Format::elements / 16;
-
-  struct Places {
-    int run[runs];           // in the planes
-    int facts[runs / group];
-    bool odd[runs / group];  // is the run the second half of its 32? (group 1)
-  };
-  static __device__ __forceinline__ Places places(int within, int unit) {
-    Places at;
-#pragma unroll
-    for (int k = 0; k < runs; ++k) {
-      const int u = unit + Format::position(within, k) / 16;
-      at.run[k] = Planes::place(u);
-      at.facts[k / group] = u / 2 * 16;
-      at.odd[k / group] = Format::position(within, k) / 16 % 2;
-    }
-    return at;
-  }
-
-  // Four bytes of levels times four of x.
-  static __device__ __forceinline__ int dot(uint32_t q, uint32_t x, int sum) {
-    int out;
-    if constexpr (Format::is_signed) {
-      asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(out) : "r"(q), "r"(x), "r"(sum));
-    } else {
-      asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(out) : "r"(q), "r"(x), "r"(sum));
-    }
-    return out;
-  }
-  static __device__ __forceinline__ int dot(const uint32_t (&q)[4], const uint4& x, int sum) {
-    return dot(q[3], x.w, dot(q[2], x.z, dot(q[1], x.y, dot(q[0], x.x, sum))));
-  }
-
-  template <class Block>
-  static __device__ __forceinline__ void add(
-      Block block, int within, const X& x, const Places& at, int unit, int, bool, float (&sum)[rows]) {
-    uint4 high[runs], low[runs];
-    int4 facts[runs / group];
-#pragma unroll
-    for (int k = 0; k < runs; ++k) {
-      high[k] = *reinterpret_cast<const uint4*>(x.high + 16 * unit + at.run[k]);
-      low[k] = *reinterpret_cast<const uint4*>(x.low + 16 * unit + at.run[k]);
-    }
-#pragma unroll
-    for (int j = 0; j < runs / group; ++j) facts[j] = *reinterpret_cast<const int4*>(x.facts + 8 * unit + at.facts[j]);
-#pragma unroll
-    for (int r = 0; r < rows; ++r) {
-      RunsOf<Format> w;
-      Format::decode(Format::fetch(block(r), within), within, w);
-#pragma unroll
-      for (int j = 0; j < runs / group; ++j) {
-        const float scale = __int_as_float(facts[j].x);
-        const int whole = group == 2 ? facts[j].y + facts[j].z : at.odd[j] ? facts[j].z : facts[j].y;
-        int d = 0;
-        if constexpr (group == 1 || Format::shift(0) == Format::shift(1)) {
-#pragma unroll
-          for (int k = 0; k < group; ++k) d = dot(w.q[j * group + k], high[j * group + k], d);
-          d <<= 8;
-#pragma unroll
-          for (int k = 0; k < group; ++k) d = dot(w.q[j * group + k], low[j * group + k], d);
-          d >>= Format::shift(j * group);
-        } else {
-#pragma unroll
-          for (int k = 0; k < group; ++k) d += dot(w.q[k], low[k], dot(w.q[k], high[k], 0) << 8) >> Format::shift(k);
-        }
-        if constexpr (Format::zero != 0) d -= Format::zero * whole;
-        sum[r] = fmaf(w.scale[j] * scale, (float)d, sum[r]);
-        if constexpr (Format::has_offset) {
-          sum[r] = fmaf(w.offset[j], group == 2 ? __int_as_float(facts[j].w) : scale * (float)whole, sum[r]);
-        }
-      }
-    }
-  }
-};
-
-template <class Format>
-struct Floating {
-  static constexpr int rows = 2;
-  static constexpr int piece_elements = 32 / Format::bytes;
-  static constexpr int block_pieces = 1, block_bytes = 32, unit_elements = 1, block_units = piece_elements;
-  static constexpr int alignment = Format::bytes;
-  using X = Plain<piece_elements>;
-
-  struct Places {
-    int first;
-  };
-  static __device__ __forceinline__ Places places(int, int unit) { return {unit / piece_elements * 16}; }
-
-  // `left` elements of the row begin at its block.
-  template <class Block>
-  static __device__ __forceinline__ void add(
-      Block block, int, const X& x, const Places& at, int unit, int left, bool aligned, float (&sum)[rows]) {
-    float v[piece_elements];
-#pragma unroll
-    for (int i = 0; i < piece_elements; i += 4) {
-      const float4 f = *reinterpret_cast<const float4*>(x.x + i / 4 * x.plane + unit / piece_elements * 16 + at.first);
-      v[i] = f.x, v[i + 1] = f.y, v[i + 2] = f.z, v[i + 3] = f.w;
-    }
-#pragma unroll
-    for (int r = 0; r < rows; ++r) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        Words<4, 16> w;
-        load_floats<Format>(block(r) + 16 * half, left - half * (16 / Format::bytes), aligned, w);
-#pragma unroll
-        for (int i = 0; i < 16 / Format::bytes; ++i) {
-          const uint32_t bits = Format::bytes == 4 ? w[i % 4] : w[i / 2 % 4] >> 16 * (i & 1) & 0xffff;
-          sum[r] = fmaf(Format::element(bits), v[half * (16 / Format::bytes) + i], sum[r]);
-        }
-      }
-    }
-  }
-};
-
-template <class Format, bool floats = is_float<Format>>
-struct Choose {
-  using type = Quantised<Format>;
-};
-template <class Format>
-struct Choose<Format, true> {
-  using type = Floating<Format>;
-};
-template <class Format>
-using Product = typename Choose<Format>::type;
-
-// --- tiles ------------------------------------------------------------------------------------------------------------
+// --- tiles ---------------------------------------------------------------------------------------------------------
 
 // Sums over `width` neighbouring lanes (8, 16 or 32): lanes width / N * r and up end with the sum of v[r].
 template <int N>
@@ -294,8 +64,8 @@ __device__ __forceinline__ float sum_lanes(const float (&v)[N], int width) {
   return s;
 }
 
-// A matrix, or gate and up, cut into tiles; and how the threads of a block share one. Little is kept: registers are dear,
-// and all of it follows from the arguments.
+// A matrix, or gate and up, cut into tiles; and how the threads of a block share one. Little is kept: registers are
+// dear, and all of it follows from the arguments.
 template <class Format>
 struct Tiles {
   using P = Product<Format>;
@@ -304,8 +74,12 @@ struct Tiles {
   const MatvecArgs& args;
   int which;  // matrix
 
-  __device__ __forceinline__ const Matrix& gate() const { return args.matrix[which]; }  // of the first half of a tile's rows;
-  __device__ __forceinline__ const Matrix& up() const { return args.matrix[args.swiglu ? 1 : which]; }  // of the second half
+  __device__ __forceinline__ const Matrix& gate() const {
+    return args.matrix[which];
+  }  // of the first half of a tile's rows;
+  __device__ __forceinline__ const Matrix& up() const {
+    return args.matrix[args.swiglu ? 1 : which];
+  }  // of the second half
   // Rows of the output from a tile, and from a block's: powers of two.
   __device__ __forceinline__ int yield() const { return args.swiglu ? rows / 2 : rows; }
   __device__ __forceinline__ int at_once_log2() const { return (rows == 4 ? 10 : 9) - args.swiglu - args.lanes_log2; }
@@ -351,13 +125,14 @@ struct Reader {
   __device__ __forceinline__ void seek() {
     constexpr int rows = Tiles<Format>::rows;
     const int lane = threadIdx.x % 32, of_warp = 32 / tiles.width();  // tiles
-    from = tiles.row(expert, tile, of_warp == 1 ? tiles.group() : threadIdx.x / 32 * of_warp + lane / rows, lane % rows);
+    from =
+        tiles.row(expert, tile, of_warp == 1 ? tiles.group() : threadIdx.x / 32 * of_warp + lane / rows, lane % rows);
     left = tile < tiles.count() ? (int)row_bytes<Format>(tiles.args.n_in) - tiles.start() / 32 * tiles.segment() : 0;
   }
 
   __device__ __forceinline__ void fill(Ring& ring) {
-    ring.template fill<Product<Format>::alignment % 16 == 0>(
-        Tiles<Format>::rows * 32 / tiles.width(), tiles.slot(), from, min(tiles.segment(), left));
+    ring.template fill<Product<Format>::alignment % 16 == 0>(Tiles<Format>::rows * 32 / tiles.width(), tiles.slot(),
+                                                             from, min(tiles.segment(), left));
     from += tiles.hop();
     left -= tiles.hop();
     if (++step == tiles.steps()) {
@@ -370,8 +145,8 @@ struct Reader {
 
 // The block's tiles of one matrix, from `tile` on, whose first stages are in the ring.
 template <class Format>
-__device__ __forceinline__ void multiply(
-    const Tiles<Format>& tiles, Reader<Format>& reader, int tile, const typename Product<Format>::X& x, float* partial, Ring& ring) {
+__device__ __forceinline__ void multiply(const Tiles<Format>& tiles, Reader<Format>& reader, int tile,
+                                         const typename Product<Format>::X& x, float* partial, Ring& ring) {
   using P = Product<Format>;
   constexpr int rows = P::rows;
   const MatvecArgs& args = tiles.args;
@@ -439,9 +214,9 @@ __device__ __forceinline__ void multiply(
 
 // The block's share of matrix `which`, if `tile` is one of its tiles; what of `tile` is left for the next matrix.
 template <class Format, class Prepare>
-__device__ __forceinline__ int run(
-    const MatvecArgs& args, int which, size_t expert, int tile, const typename Product<Format>::X& x, float* partial, Ring& ring,
-    Prepare prepare_x) {
+__device__ __forceinline__ int run(const MatvecArgs& args, int which, size_t expert, int tile,
+                                   const typename Product<Format>::X& x, float* partial, Ring& ring,
+                                   Prepare prepare_x) {
   const Tiles<Format> tiles = {args, which};
   const int n = tiles.count();
   if (tile < n) {
@@ -467,7 +242,8 @@ __device__ __forceinline__ void matvec(const MatvecArgs& args) {
   const int n_matrix = args.swiglu ? 1 : args.n_matrix, warp = threadIdx.x / 32;
   const uint32_t base = shared_address(shared), barriers = base + matvec_partials * (int)sizeof(float);
   const uint32_t at_x = matvec_partials * sizeof(float) + matvec_barriers;
-  Ring ring(base + at_x + args.x_bytes + warp * args.stages * args.stage_bytes, barriers + warp * matvec_stages * 8, args.stages, args.stage_bytes);
+  Ring ring(base + at_x + args.x_bytes + warp * args.stages * args.stage_bytes, barriers + warp * matvec_stages * 8,
+            args.stages, args.stage_bytes);
   __syncwarp();
 
   let_successor_start();
@@ -500,7 +276,8 @@ __device__ __forceinline__ void matvec(const MatvecArgs& args) {
 
 }  // namespace reflex
 
-#define REFLEX_MATVEC(NAME, FIRST, SECOND)                                                                           \
-  extern "C" __global__ void __launch_bounds__(reflex::matvec_threads, 2) NAME(const __grid_constant__ reflex::MatvecArgs args) { \
-    reflex::matvec<reflex::FIRST, reflex::SECOND>(args);                                                             \
+#define REFLEX_MATVEC(NAME, FIRST, SECOND)                                \
+  extern "C" __global__ void __launch_bounds__(reflex::matvec_threads, 2) \
+      NAME(const __grid_constant__ reflex::MatvecArgs args) {             \
+    reflex::matvec<reflex::FIRST, reflex::SECOND>(args);                  \
   }

@@ -7,7 +7,8 @@
 
 namespace reflex {
 
-// c += A B for a 16 x 16 A and a 16 x 8 B of halves, float32 accumulators. With g = lane / 4 and t = lane % 4 a lane holds
+// c += A B for a 16 x 16 A and a 16 x 8 B of halves, float32 accumulators. With g = lane / 4 and t = lane % 4 a lane
+// holds
 //   a[0], a[1]: rows g, g + 8, columns 2t, 2t + 1;  a[2], a[3]: the same of columns 2t + 8, 2t + 9
 //   b0, b1: column g, rows 2t, 2t + 1 and 2t + 8, 2t + 9
 //   c[0..1], c[2..3]: rows g, g + 8, columns 2t, 2t + 1
@@ -36,7 +37,10 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address
 // A load that stays where it is written.
 __device__ __forceinline__ uint4 load_now(const uint4* p) {
   uint4 v;
-  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
   return v;
 }
 

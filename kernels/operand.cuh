@@ -1,6 +1,6 @@
-// Weights as the half-precision operand of tensor cores. A run of 16 elements is divided by a power of two that bounds it,
-// so that no exponent is out of range and no block with a small scale next to one with a large scale matters less than
-// it should: what is lost is below 2^-24 of the greatest weight around.
+// Weights as the half-precision operand of tensor cores. A run of 16 elements is divided by a power of two that bounds
+// it, so that no exponent is out of range and no block with a small scale next to one with a large scale matters less
+// than it should: what is lost is below 2^-24 of the greatest weight around.
 //
 //   runs, block_pieces, block_bytes, block_elements   as in dequant.cuh
 //   is_scaled       false where halves are taken as they are
@@ -23,9 +23,15 @@ struct Operand {
   static constexpr int block_elements = Format::elements;
   static constexpr bool is_scaled = true;
 
-  static __device__ __forceinline__ Raw fetch(const uint8_t* block, int within, int, bool) { return Format::fetch(block, within); }
-  static __device__ __forceinline__ constexpr int position(int within, int run) { return Format::position(within, run); }
-  static __device__ __forceinline__ void unpack(const Raw& raw, int within, Parts& parts) { Format::decode(raw, within, parts); }
+  static __device__ __forceinline__ Raw fetch(const uint8_t* block, int within, int, bool) {
+    return Format::fetch(block, within);
+  }
+  static __device__ __forceinline__ constexpr int position(int within, int run) {
+    return Format::position(within, run);
+  }
+  static __device__ __forceinline__ void unpack(const Raw& raw, int within, Parts& parts) {
+    Format::decode(raw, within, parts);
+  }
   static __device__ __forceinline__ uint32_t bound(const Parts& parts, int run) {
     const float b = fabsf(parts.scale[run / Format::group]) * (float)Format::greatest;
     return magnitude(Format::has_offset ? b + fabsf(parts.offset[run / Format::group]) : b);
@@ -79,7 +85,8 @@ struct Operand<Format, true> {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const uint32_t w = parts.w[i / 4][i % 4];
-      h[i] = is_scaled ? pack_halves(__uint_as_float(w << 16) * inverse, __uint_as_float(w & 0xffff0000u) * inverse) : w;
+      h[i] =
+          is_scaled ? pack_halves(__uint_as_float(w << 16) * inverse, __uint_as_float(w & 0xffff0000u) * inverse) : w;
     }
   }
 };

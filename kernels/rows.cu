@@ -1,8 +1,8 @@
 // Rows of activations for the matrix products of more than one row.
 //
 // prepare_rows: float32 rows -> halves, RMS-normalised on the way if asked for. Activations pass 65504, the end of half
-// precision: every row is divided by a power of two (kept in `scale`) that brings its greatest magnitude to 2^14 .. 2^15,
-// which also leaves 2^29 below it before precision is lost. NaN and infinity stay what they are.
+// precision: every row is divided by a power of two (kept in `scale`) that brings its greatest magnitude to 2^14 ..
+// 2^15, which also leaves 2^29 below it before precision is lost. NaN and infinity stay what they are.
 // prepare_float_rows: the normalised rows as float32, for float32 weights.
 //
 // Launch: 256 threads, a block a row of the result; rows from `m` on are zeros. `n_padded` is a multiple of 8.

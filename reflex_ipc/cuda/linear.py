@@ -94,7 +94,7 @@ _STAGE = 32 << 10  # bytes of shared memory of a stage of gemm_half
 _FLOAT_TILE = 64  # of gemm_float
 _WIDENED = 128 << 20  # bytes of half-precision weights in scratch at a time
 _PARTIALS = 1280  # bytes of shared memory that matvec needs beside x and its rings
-_EDGE = 1024  # bytes that gemm_half needs beside its stages
+_EDGE = 1024  # bytes that gemm_half needs beside its stages where it multiplies from shared memory
 _STAGES = 2  # of a ring of matvec at most
 _PER_MULTIPROCESSOR = 2  # blocks of matvec at a time
 
@@ -403,7 +403,7 @@ def _matmul(limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: int, 
 def _gemm_half(limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: int, swiglu: bool) -> list[Call]:
     room = _Room(scratch, x.n, x.width)
     calls = [_prepare(x, room.x, room.scale, x.n, room.padded, 1, room.padded // 8)]
-    stages = 3 if limits.shared_per_block >= 3 * _STAGE + _EDGE else 2
+    stages, edge = (3, _EDGE) if limits.shared_per_block >= 3 * _STAGE + _EDGE else (2, 0)
     grid_m = -(-x.n // _TILE)
     sides = 2 if swiglu else 1
     for matrix in matrices[:1] if swiglu else matrices:
@@ -446,7 +446,7 @@ def _gemm_half(limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: in
                 swiglu,
             )
             grid = (grid_m, -(-sides * n // _TILE), 1)
-            calls.append(Call("gemm_half", grid, (_THREADS, 1, 1), stages * _STAGE + _EDGE, (arguments,)))
+            calls.append(Call("gemm_half", grid, (_THREADS, 1, 1), stages * _STAGE + edge, (arguments,)))
     return calls
 
 

@@ -1,0 +1,13 @@
+// The kernels of one weight format; linear_*.cu are lists of these, so that a start loads only the formats it needs.
+#pragma once
+
+#include "matmul.cuh"
+#include "matvec.cuh"
+
+#define REFLEX_FORMAT(NAME, FORMAT)            \
+  REFLEX_MATVEC(matvec_##NAME, FORMAT, FORMAT) \
+  REFLEX_MATMUL(mma_##NAME##_8, FORMAT, 8)     \
+  REFLEX_MATMUL(mma_##NAME##_16, FORMAT, 16)   \
+  REFLEX_MATMUL(mma_##NAME##_32, FORMAT, 32)   \
+  REFLEX_MATMUL(mma_##NAME##_64, FORMAT, 64)   \
+  REFLEX_WIDEN(widen_##NAME, FORMAT)

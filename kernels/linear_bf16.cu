@@ -1,0 +1,4 @@
+// Matrix products with BF16 weights.
+#include "formats.cuh"
+
+REFLEX_FORMAT(bf16, BF16)

@@ -1,0 +1,4 @@
+// Matrix products with F16 weights.
+#include "formats.cuh"
+
+REFLEX_FORMAT(f16, F16)

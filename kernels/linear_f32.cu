@@ -1,0 +1,4 @@
+// Matrix products with F32 weights.
+#include "formats.cuh"
+
+REFLEX_MATVEC(matvec_f32, F32, F32)

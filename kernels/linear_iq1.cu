@@ -1,0 +1,5 @@
+// Matrix products with IQ1_S and IQ1_M weights.
+#include "formats.cuh"
+
+REFLEX_FORMAT(iq1_s, IQ1_S)
+REFLEX_FORMAT(iq1_m, IQ1_M)

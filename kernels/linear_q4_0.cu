@@ -1,0 +1,4 @@
+// Matrix products with Q4_0 weights.
+#include "formats.cuh"
+
+REFLEX_FORMAT(q4_0, Q4_0)

@@ -1,0 +1,5 @@
+// Matrix products with Q5_0 weights.
+#include "formats.cuh"
+
+REFLEX_FORMAT(q5_0, Q5_0)
+REFLEX_MATVEC(matvec_q5_0_q8_0, Q5_0, Q8_0)

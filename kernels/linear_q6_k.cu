@@ -1,0 +1,4 @@
+// Matrix products with Q6_K weights.
+#include "formats.cuh"
+
+REFLEX_FORMAT(q6_k, Q6_K)

@@ -1,0 +1,79 @@
+// Rows of activations for the matrix products of more than one row.
+//
+// prepare_rows: float32 rows -> halves, RMS-normalised on the way if asked for. Activations pass 65504, the end of half
+// precision: every row is divided by a power of two (kept in `scale`) that brings its greatest magnitude to 2^14 ..
+// 2^15, which also leaves 2^29 below it before precision is lost. NaN and infinity stay what they are.
+// prepare_float_rows: the normalised rows as float32, for float32 weights.
+//
+// Launch: 256 threads, a block a row of the result; rows from `m` on are zeros. `n_padded` is a multiple of 8.
+#include "linear.cuh"
+#include "mma.cuh"
+
+namespace reflex {
+
+struct RowsArgs {
+  const float* x;     // (m, x_stride)
+  const float* norm;  // (n) or null
+  void* out;          // 8 halves of row r from column 8 u on are at out + 16 (u * unit_step + r * row_step) bytes;
+                      // float32: (m, n_padded)
+  float* scale;       // (rows)
+  int m, n, x_stride, n_padded;
+  int unit_step, row_step;
+  float eps;
+};
+
+constexpr int rows_threads = 256;
+
+}  // namespace reflex
+
+using namespace reflex;
+
+extern "C" __global__ void __launch_bounds__(rows_threads) prepare_rows(const __grid_constant__ RowsArgs args) {
+  __shared__ float partial[rows_threads / 32];
+  __shared__ uint32_t most_of[rows_threads / 32];
+  const int row = blockIdx.x;
+  uint4* out = static_cast<uint4*>(args.out) + (size_t)row * args.row_step;
+  let_successor_start();
+  wait_for_predecessor();
+  if (row >= args.m) {
+    for (int unit = threadIdx.x; unit < args.n_padded / 8; unit += rows_threads) {
+      out[(size_t)unit * args.unit_step] = make_uint4(0, 0, 0, 0);
+    }
+    if (threadIdx.x == 0) args.scale[row] = 0;
+    return;
+  }
+  const float* x = args.x + (size_t)row * args.x_stride;
+  const float factor = args.norm ? inverse_rms<rows_threads>(x, args.n, args.eps, partial) : 1.0f;
+  auto value = [&](int i) { return args.norm ? x[i] * factor * __ldg(args.norm + i) : x[i]; };
+
+  uint32_t most = 0;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < args.n; i += rows_threads) most = max(most, magnitude(value(i)));
+#pragma unroll
+  for (int d = 16; d; d >>= 1) most = max(most, __shfl_xor_sync(0xffffffffu, most, d));
+  if (threadIdx.x % 32 == 0) most_of[threadIdx.x / 32] = most;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < rows_threads / 32; ++i) most = max(most, most_of[i]);
+  const float power = fmaxf(power_above(most), 0x1p-96f);  // so that 2^15 / power is finite
+  const float inverse = 0x1p15f * reciprocal_of_power(power);
+  if (threadIdx.x == 0) args.scale[row] = power * 0x1p-15f;
+
+  for (int unit = threadIdx.x; unit < args.n_padded / 8; unit += rows_threads) {
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = 8 * unit + i < args.n ? value(8 * unit + i) * inverse : 0.0f;
+    out[(size_t)unit * args.unit_step] =
+        make_uint4(pack_halves(v[0], v[1]), pack_halves(v[2], v[3]), pack_halves(v[4], v[5]), pack_halves(v[6], v[7]));
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(rows_threads) prepare_float_rows(const __grid_constant__ RowsArgs args) {
+  __shared__ float partial[rows_threads / 32];
+  let_successor_start();
+  wait_for_predecessor();
+  const float* x = args.x + (size_t)blockIdx.x * args.x_stride;
+  float* out = static_cast<float*>(args.out) + (size_t)blockIdx.x * args.n_padded;
+  const float factor = inverse_rms<rows_threads>(x, args.n, args.eps, partial);
+  for (int i = threadIdx.x; i < args.n; i += rows_threads) out[i] = x[i] * factor * __ldg(args.norm + i);
+}

@@ -1,0 +1,120 @@
+"""Shapes and arguments of the matrix products, without a device: the kernels exist, scratch holds what is put there."""
+
+import re
+from pathlib import Path
+from struct import unpack_from
+
+import pytest
+
+from reflex_ipc.cuda import linear
+from reflex_ipc.cuda.linear import Experts, Input, Limits, Matrix
+from reflex_ipc.errors import UnsupportedModelError
+
+KERNELS = Path(__file__).parent.parent / "kernels"
+LARGE, SMALL = Limits(132, 227 << 10), Limits(40, 64 << 10)  # compute capability 9.0 and 7.5
+SCRATCH = 1 << 40
+ROWS = (1, 2, 5, 8, 9, 33, 64, 65, 512, 4096)
+
+
+def defined():
+    """The kernels that the sources define, macros expanded."""
+    names = set()
+    for path in KERNELS.glob("*.cu"):
+        text = path.read_text()
+        names.update(re.findall(r'extern "C" __global__ void __launch_bounds__\([^()]*\)\s+(\w+)\(', text))
+        names.update(re.findall(r"REFLEX_MATVEC\((\w+),", text))
+        for kind in re.findall(r"REFLEX_FORMAT\((\w+),", text):
+            names.update([f"matvec_{kind}", f"widen_{kind}", *(f"mma_{kind}_{width}" for width in linear.WIDTHS)])
+    return names
+
+
+def matrix(kind, n_out=300, out=1 << 30):
+    return Matrix(kind, 1 << 20, n_out, out, n_out)
+
+
+@pytest.mark.parametrize("limits", [LARGE, SMALL])
+@pytest.mark.parametrize("kind", linear.FORMATS)
+def test_kernels_exist(kind, limits):
+    known = defined()
+    for n in ROWS:
+        for swiglu in (False, True):
+            x = Input(1 << 10, n, 1024, 1024, 1 << 12, 1e-6)
+            for call in linear.linear(limits, x, [matrix(kind)] * (2 if swiglu else 1), SCRATCH, swiglu=swiglu):
+                assert call.kernel in known
+                assert call.shared <= limits.shared_per_block
+                assert all(0 < side < 1 << 16 or i == 0 for i, side in enumerate(call.grid))
+
+
+@pytest.mark.parametrize("pair", linear.PAIRS)
+def test_pairs_share_a_launch(pair):
+    x = Input(1 << 10, 1, 1024, 1024)
+    for kinds in (pair, pair[::-1], (pair[0], pair[0], pair[1])):
+        assert linear.fusible(kinds)
+        (call,) = linear.linear(LARGE, x, [matrix(kind) for kind in kinds])
+        assert call.kernel in defined()
+
+
+def test_what_shares_no_launch_is_cut():
+    calls = linear.linear(LARGE, Input(1 << 10, 1, 1024, 1024), [matrix(k) for k in ("Q4_K", "F32", "Q4_K", "Q6_K")])
+    assert [call.kernel for call in calls] == ["matvec_q4_k", "matvec_f32", "matvec_q4_k_q6_k"]
+    assert not linear.fusible(("Q4_K", "F32")) and not linear.fusible(("Q4_K",) * 5)
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_K", "Q5_0"])
+def test_scratch_holds_everything(kind, swiglu):
+    """Every place in scratch that is written lies inside, and none overlap."""
+    before = 0
+    for n in ROWS:
+        for width, n_out in ((96, 5), (1024, 300), (12288, 9000)):
+            matrices = [matrix(kind, n_out)] * (2 if swiglu else 1)
+            size = linear.scratch_bytes(n, width, matrices, swiglu)
+            used = []
+            for call in linear.linear(
+                LARGE, Input(1 << 10, n, width, width, 1 << 12), matrices, SCRATCH, swiglu=swiglu
+            ):
+                (data,) = call.arguments
+                if call.kernel == "prepare_rows":
+                    _, _, out, scale, _, _, _, padded, *_ = unpack_from("<4Q6if4x", data)
+                    used += [(out, 2 * padded * call.grid[0]), (scale, 4 * call.grid[0])]
+                elif call.kernel == "prepare_float_rows":
+                    _, _, out, _, m, columns, *_ = unpack_from("<4Q6if4x", data)
+                    used += [(out, 4 * m * columns)]
+                elif call.kernel.startswith("widen"):
+                    _, out, scale, rows, _, stride, step, first = unpack_from("<3Q5i4x", data)
+                    used += [
+                        (out, 2 * stride * (step * (rows - 1) + first + 1)),
+                        (scale, 4 * (step * (rows - 1) + first + 1)),
+                    ]
+            for start, length in used:
+                assert start >= SCRATCH and start + length <= SCRATCH + size
+                assert all(start == s or start + length <= s or s + m <= start for s, m in used)
+            if (width, n_out) == (1024, 300):
+                assert size >= before, "more rows need no less"
+                before = size
+
+
+def test_every_row_is_computed_once():
+    """Weights that do not fit scratch at once are multiplied in turns that cover all rows of the output."""
+    n_out, width = 70000, 4096
+    rows = []
+    calls = linear.linear(LARGE, Input(1 << 10, 100, width, width), [matrix("Q4_K", n_out)], SCRATCH)
+    for call in calls:
+        if call.kernel == "gemm_half":
+            out, n = unpack_from("<8Q8i", call.arguments[0])[4], unpack_from("<8Q8i", call.arguments[0])[9]
+            first = (out - (1 << 30)) // 4
+            rows += range(first, first + n)
+    assert rows == list(range(n_out)) and len(calls) > 3
+
+
+def test_experts_get_a_grid_row_each():
+    x = Input(1 << 10, 3, 512, 512)
+    (call,) = linear.expert_linear(LARGE, x, matrix("Q4_K"), Experts(1 << 13, 16, 8, 1 << 16), per_expert=False)
+    assert call.kernel == "matvec_q4_k" and call.grid[1] == 24
+
+
+def test_refusals():
+    with pytest.raises(UnsupportedModelError, match="Q8_K"):
+        linear.linear(LARGE, Input(1 << 10, 1, 256, 256), [matrix("Q8_K")])
+    with pytest.raises(UnsupportedModelError, match="shared memory"):
+        linear.linear(SMALL, Input(1 << 10, 1, 1 << 17, 1 << 17), [matrix("Q4_K")] * 2, swiglu=True)

@@ -12,7 +12,7 @@
 #include <math_constants.h>
 
 #include "cache.cuh"
-#include "mma.cuh"
+#include "fragments.cuh"
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
@@ -208,7 +208,6 @@ __device__ __forceinline__ void attend(const Prefill &a) {
             if (column < c.d_v) *(float2 *)(to + column) = make_float2(out[j][2 * i] * divisor, out[j][2 * i + 1] * divisor);
         }
     }
-    release_successor();
 }
 
 #define ATTENTION(WIDTH, ROWS, COLUMNS)                                                                                  \

@@ -16,26 +16,22 @@
 extern "C" __global__ void swiglu(float *out, const float *gate, const float *up, int64_t n) {
     wait_for_predecessor();
     for (EACH(i, n)) out[i] = gate[i] * sigmoid(gate[i]) * up[i];
-    release_successor();
 }
 
 extern "C" __global__ void add(float *out, const float *a, const float *b, int64_t n) {
     wait_for_predecessor();
     for (EACH(i, n)) out[i] = a[i] + b[i];
-    release_successor();
 }
 
 extern "C" __global__ void gate(float *out, const float *x, const float *g, int64_t n, int width, int gate_width) {
     wait_for_predecessor();
     for (EACH(i, n)) out[i] = x[i] * sigmoid(g[gate_width == 1 ? i / width : i]);
-    release_successor();
 }
 
 // x: (T, n_group * part), out: (T, n_group * length)
 extern "C" __global__ void slice(float *out, const float *x, int64_t n, int part, int start, int length) {
     wait_for_predecessor();
     for (EACH(i, n)) out[i] = x[i / length * part + start + i % length];
-    release_successor();
 }
 
 // a: (T, n_a), b: (T, n_b), out: (T, n_a + n_b)
@@ -46,12 +42,10 @@ extern "C" __global__ void concat(float *out, const float *a, const float *b, in
         int column = i % (n_a + n_b);
         out[i] = column < n_a ? a[row * n_a + column] : b[row * n_b + column - n_a];
     }
-    release_successor();
 }
 
 // x: (T, width), rows: (n / width), out: (n / width, width)
 extern "C" __global__ void select_rows(float *out, const float *x, const int *rows, int64_t n, int width) {
     wait_for_predecessor();
     for (EACH(i, n)) out[i] = x[rows[i / width] * (int64_t)width + i % width];
-    release_successor();
 }

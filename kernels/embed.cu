@@ -42,7 +42,6 @@ __device__ __forceinline__ void blocks(float *out, const uint8_t *row, int width
                                             int row_bytes) {                                                             \
         wait_for_predecessor();                                                                                          \
         ROW(out + blockIdx.y * (int64_t)width, weight + tokens[blockIdx.y] * (int64_t)row_bytes, width);                 \
-        release_successor();                                                                                             \
     }
 
 EMBED(F32, floats<F32>)

@@ -20,7 +20,6 @@ extern "C" __global__ void rms_norm(float *out, const float *x, const float *wei
     out += blockIdx.x * (int64_t)width;
     float scale = 1.0f / sqrtf(sum_of_squares(x, width, room) / width + eps);
     for (int i = threadIdx.x; i < width; i += blockDim.x) out[i] = x[i] * scale * weight[i];
-    release_successor();
 }
 
 extern "C" __global__ void l2_norm(float *out, const float *x, int width, float eps) {
@@ -30,5 +29,4 @@ extern "C" __global__ void l2_norm(float *out, const float *x, int width, float 
     out += blockIdx.x * (int64_t)width;
     float scale = 1.0f / sqrtf(sum_of_squares(x, width, room) + eps);
     for (int i = threadIdx.x; i < width; i += blockDim.x) out[i] = x[i] * scale;
-    release_successor();
 }

@@ -16,7 +16,6 @@ extern "C" __global__ void rope_table(float2 *table, const int *positions, const
         sincos(position * frequency, &sine, &cosine);
         table[blockIdx.x * n_pairs + i] = make_float2(float(cosine * magnitude), float(sine * magnitude));
     }
-    release_successor();
 }
 
 // out = x with dims [offset, offset + n_rot) of each head rotated. x, out (T, n_head * d), never the same. One block a
@@ -40,7 +39,6 @@ extern "C" __global__ void rotate(float *out, const float *x, const float2 *tabl
         float2 turn = table[pair];
         out[i] = is_second ? x[i - distance] * turn.y + x[i] * turn.x : x[i] * turn.x - x[i + distance] * turn.y;
     }
-    release_successor();
 }
 
 // Puts the keys and values of a step into the cache, finished; q, where q_out (T, n_head * d) is given, is finished into
@@ -61,5 +59,4 @@ extern "C" __global__ void finish_heads(const __grid_constant__ Heads h, float *
     } else if (head < n_q + 2 * h.cache.n_head_kv) {
         store_value(h, token, head - n_q - h.cache.n_head_kv);
     }
-    release_successor();
 }

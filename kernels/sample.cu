@@ -178,7 +178,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK) sample_peak(const __grid_con
             if (a.hand_on) hand_on(a, best, 0, nullptr);
         }
     }
-    release_successor();
 }
 
 // --- biases and penalties ---------------------------------------------------------------------------------------------
@@ -186,7 +185,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK) sample_peak(const __grid_con
 extern "C" __global__ void sample_copy(float *adjusted, const float *logits, int n) {
     wait_for_predecessor();
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) adjusted[i] = logits[i];
-    release_successor();
 }
 
 extern "C" __global__ void sample_adjust(float *adjusted, const float *logits, const Change *changes,
@@ -206,7 +204,6 @@ extern "C" __global__ void sample_adjust(float *adjusted, const float *logits, c
         if (value >= -largest || logit >= -largest)  // minus infinity stays what it is
             adjusted[change.token] = __double2float_rn(value < -largest ? -largest : value > largest ? largest : value);
     }
-    release_successor();
 }
 
 // --- the choice -------------------------------------------------------------------------------------------------------
@@ -392,5 +389,4 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1) sample_choose(const __gri
             }
         hand_on(a, sound ? chosen : a.control->best, s.n_top, s.top);
     }
-    release_successor();
 }

@@ -22,13 +22,14 @@ from reflex_ipc.plan import PARENT_NONE, Step
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from typing import Any
 
     import numpy as np
     import numpy.typing as npt
 
     from reflex_ipc.cuda.device import Device, Opening
+    from reflex_ipc.cuda.fuse import Group
     from reflex_ipc.cuda.graph import GraphExec
     from reflex_ipc.cuda.launch import Launch
     from reflex_ipc.cuda.memory import Memory
@@ -256,15 +257,49 @@ class CudaExecutor:
     # Steps
 
     def forward(self, step: Step) -> None:
+        shape = self._begin(step)
+        for launch in self._launches(shape):
+            launch()
+        self._n_past += step.n_keep
+        self._shape = shape
+
+    def _begin(self, step: Step) -> Shape:
+        """Make room for a step, send what it consists of; its launches are those of the shape returned."""
         n = len(step.tokens)
         self._back(self._n_past + n)
         self._make_room(n, max(1, len(step.rows)))
         is_tree = step.n_keep != n or any(parent != i - 1 for i, parent in enumerate(step.parents))
         n_splits = self._lowering.n_splits(self._n_past + 1) if n == 1 and not is_tree else 0
-        shape = Shape(n, len(step.rows), is_tree, n_splits)
         self._send(step, is_tree)
-        for launch in self._launches(shape):
-            launch()
+        return Shape(n, len(step.rows), is_tree, n_splits)
+
+    def trace(
+        self, step: Step, feed: "Callable[[Group], Mapping[str, bytes]]"
+    ) -> "Iterator[tuple[Group, dict[str, bytes]]]":
+        """Run a step group by group on values from elsewhere; what `reflex check --diff` is made of.
+
+        `feed(group)` gives the float32 rows of the group's inputs by name; yielded is the group with what it left, in
+        the same form. The cache advances as in `forward`, by the keys and values that were fed.
+        """
+        shape = self._begin(step)
+        for group, launches in self._lowering.launches(shape):
+            if group is not None:
+                self._wait(max((self._weights.group[name] for name in group.weights), default=-1))
+                inputs = feed(group)
+                for value in group.inputs:
+                    self._stream.to_device(self._lowering.at(value), inputs[value.name])
+            for launch in launches:
+                launch()
+            if group is not None:
+                yield (
+                    group,
+                    {
+                        value.name: self._stream.read(
+                            self._lowering.at(value), 4 * value.width * self._lowering.rows(value, shape)
+                        )
+                        for value in group.outputs
+                    },
+                )
         self._n_past += step.n_keep
         self._shape = shape
 
@@ -290,6 +325,8 @@ class CudaExecutor:
         if known is not None:
             yield from known
             return
+        is_loaded = self._waited == len(self._weights.groups) - 1
+        self._lowering.is_dependent = is_loaded and self._lowering.can_depend
         made: list[Launch] = []
         for group, launches in self._lowering.launches(shape):
             if group is not None:
@@ -297,9 +334,10 @@ class CudaExecutor:
             for launch in launches:
                 made.append(launch)
                 yield launch
-        if len(self._shapes) >= SHAPES:
-            del self._shapes[next(iter(self._shapes))]
-        self._shapes[shape.key] = made
+        if is_loaded:
+            if len(self._shapes) >= SHAPES:
+                del self._shapes[next(iter(self._shapes))]
+            self._shapes[shape.key] = made
 
     def _wait(self, index: int) -> None:
         """What is queued from here on finds the weights' group `index`, and those before it, on the device."""
@@ -338,7 +376,7 @@ class CudaExecutor:
         sampling = self._sampling
         kind = sampling.kind(sampler)
         sampling.begin(sampler)
-        for launch in sampling.launches(kind, self._logits(self._shape.n_rows - 1)):
+        for launch in sampling.launches(kind, self._logits(self._shape.n_rows - 1), dependent=False):
             launch()
         number = sampling.queued()
         is_first = True
@@ -363,7 +401,7 @@ class CudaExecutor:
         n_splits = self._lowering.n_splits(self._n_past + 1)
         graph = self._graphs.get((n_splits, kind))
         if graph is None:
-            launches = [*self._launches(Shape(1, 1, False, n_splits)), *self._sampling.launches(kind, self._logits(0))]
+            launches = [*self._launches(Shape(1, 1, False, n_splits)), *self._sampling.launches(kind, self._logits(0), dependent=self._lowering.can_depend)]
             with self._stream.capture() as capture:
                 for launch in launches:
                     launch()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PAGE = 256
 """Positions of a page of the cache: kernels/cache.cuh."""
 LARGEST_HEAD = 256
-MIN_SHARE = 64  # positions that make a block of decoding's attention worth its start
+MIN_SHARE = 32  # positions that make a block of decoding's attention worth its start
 MAX_SPLITS = 64
 
 _CACHE = Struct("<QqiiiI")
@@ -141,7 +141,11 @@ def tables_of(plan: "Plan") -> "dict[tuple[Any, ...], ops.Rope]":
 
 
 class Lowering:
-    """Makes launches. `weight(name)` is the address of a tensor."""
+    """Makes launches. `weight(name)` is the address of a tensor.
+
+    `is_dependent`: launches may start while the one before still runs. Every kernel waits itself before it reads what
+    another computed; but some read weights before that, so it is for when all weights are there.
+    """
 
     def __init__(
         self,
@@ -164,7 +168,8 @@ class Lowering:
         self.layout = CacheLayout(plan)
         self.multiprocessors = device.attribute(device.MULTIPROCESSORS)
         self.limits = linear.Limits(self.multiprocessors, device.attribute(device.SHARED_PER_BLOCK))
-        self.maker = {op.out.name: op for op in plan.ops}
+        self.is_dependent = False
+        self.can_depend = device.capability >= (9, 0) and not kernels.is_ptx
 
     # Sizes
 
@@ -233,7 +238,9 @@ class Lowering:
     def _launch(
         self, name: str, grid: "tuple[int, int, int]", block: int, arguments: "Sequence[Any]", shared: int = 0
     ) -> "Launch":
-        return self.kernels.function(name).prepare(grid, (block, 1, 1), arguments, self.stream, shared=shared)
+        return self.kernels.function(name).prepare(
+            grid, (block, 1, 1), arguments, self.stream, shared=shared, dependent=self.is_dependent
+        )
 
     def _each(self, name: str, out: "Value", shape: Shape, inputs: "Sequence[int]", *more: int) -> "Launch":
         """A kernel of elementwise.cu."""
@@ -325,8 +332,7 @@ class Lowering:
             self.at(x), m, x.width, x.width, self.weight(norm.weight) if norm else 0, norm.eps if norm else 0.0
         )
         for call in linear.linear(self.limits, entry, matrices, self.places.scratch, swiglu=swiglu):
-            function = self.kernels.function(call.kernel)
-            yield function.prepare(call.grid, call.block, call.arguments, self.stream, shared=call.shared)
+            yield self._launch(call.kernel, call.grid, call.block[0], call.arguments, call.shared)
 
     # Rotation and attention
 
@@ -456,9 +462,9 @@ def _head_width(op: ops.Attention) -> int:
 
 
 def _decode_shape(op: ops.Attention) -> tuple[int, int, int]:
-    """Lanes a position, query heads at once, blocks for all query heads of a key head: attention_decode.cu."""
+    """Lanes a position, query heads at once, blocks for all query heads of a key head: attention_decode.cuh."""
     group = op.n_head // op.n_head_kv
-    lanes = next(n for n in (4, 8, 16, 32) if 8 * n >= _head_width(op))
+    lanes = next(n for n in (8, 16, 32) if 8 * n >= _head_width(op))
     at_once = next(n for n in (1, 2, 4, 8) if n >= min(group, 8))
     return lanes, at_once, -(-group // at_once)
 

@@ -112,7 +112,7 @@ class Sampling:
 
     # Launches
 
-    def launches(self, kind: str, logits: int) -> "list[Launch]":
+    def launches(self, kind: str, logits: int, *, dependent: bool) -> "list[Launch]":
         """The launches of one choice from the logits at an address."""
         function, stream, n = self.kernels.function, self.stream, self.n_vocab
         adjusted = logits
@@ -126,16 +126,16 @@ class Sampling:
         blocks = min(_BLOCKS, -(-n // 1024))
         made = [
             function("sample_peak").prepare(
-                (blocks, 1, 1), (1024, 1, 1), [_SAMPLE.pack(*sample, kind == "greedy")], stream
+                (blocks, 1, 1), (1024, 1, 1), [_SAMPLE.pack(*sample, kind == "greedy")], stream, dependent=dependent
             )
         ]
         if kind == "adjust":
             wide = (min(-(-n // 256), 1024), 1, 1)
-            made.append(function("sample_copy").prepare(wide, (256, 1, 1), [adjusted, logits, n], stream))
+            made.append(function("sample_copy").prepare(wide, (256, 1, 1), [adjusted, logits, n], stream, dependent=dependent))
             arguments = [adjusted, logits, self._changes, self._settings]
-            made.append(function("sample_adjust").prepare((8, 1, 1), (256, 1, 1), arguments, stream))
+            made.append(function("sample_adjust").prepare((8, 1, 1), (256, 1, 1), arguments, stream, dependent=dependent))
         if kind != "greedy":
-            made.append(function("sample_choose").prepare((1, 1, 1), (1024, 1, 1), [_SAMPLE.pack(*sample, 0)], stream))
+            made.append(function("sample_choose").prepare((1, 1, 1), (1024, 1, 1), [_SAMPLE.pack(*sample, 0)], stream, dependent=dependent))
         return made
 
     # Mail

@@ -10,7 +10,10 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-FILES = ("attention_decode", "attention_prefill", "elementwise", "embed", "norm", "rope", "sample", "recurrent", "experts", "latent")
+FILES = ("attention_decode_64", "attention_decode_128", "attention_decode_256", "attention_prefill", "elementwise", "embed", "norm", "rope", "sample", "recurrent", "experts", "latent")
+
+MADE_BY_MACRO = re.compile(r"\b(attention_(?:decode|prefill)_|embed_)##")
+"""The part of a kernel's name that a macro puts in front of what it varies."""
 
 
 def library(kernels_txt: Path, names: tuple[str, ...] = FILES) -> Path:
@@ -27,9 +30,9 @@ def library(kernels_txt: Path, names: tuple[str, ...] = FILES) -> Path:
     for name in ("cuda_fp16.h", "math_constants.h"):
         (work / name).write_text('#include "cuda_host.h"\n')
     for name, text in texts.items():
-        if name.endswith((".h", ".cuh")) and (name != "mma.cuh"):
-            (work / name).write_text(text)
-    (work / "mma.cuh").write_text((HERE / "mma.cuh").read_text())
+        if name.endswith((".h", ".cuh")) and (name != "fragments.cuh"):
+            (work / name).write_text(MADE_BY_MACRO.sub(r"kernel_\1##", text))
+    (work / "fragments.cuh").write_text((HERE / "fragments.cuh").read_text())
     units = [work / "libcuda.cpp"]
     units[0].write_text(texts["libcuda.cpp"])
     footer = "\n".join(
@@ -51,8 +54,7 @@ def library(kernels_txt: Path, names: tuple[str, ...] = FILES) -> Path:
                 f'static bool sized_{kernel} = (emulator_kernel("{kernel}", sizes_{kernel}, {len(sizes)}), true);'
             )
             text = re.sub(rf'(extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?){kernel}\(', rf"\1kernel_{kernel}(", text)
-        # Kernels that macros make: the macro's own name part changes.
-        text = re.sub(r"\b(attention_(?:decode|prefill)_|embed_)##", r"kernel_\1##", text)
+        text = MADE_BY_MACRO.sub(r"kernel_\1##", text)
         unit = work / f"{name}.cpp"
         unit.write_text('#include "cuda_host.h"\n' + text + "\n" + footer + "\n" + "\n".join(registrations) + "\n")
         units.append(unit)

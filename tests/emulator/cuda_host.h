@@ -82,6 +82,8 @@ inline long long __double2ll_rz(double a) { return (long long)a; }
 inline uint64_t __umul64hi(uint64_t a, uint64_t b) { return uint64_t((unsigned __int128)a * b >> 64); }
 template <class T>
 T __ldg(const T *p) { return *p; }
+template <class T>
+T __ldcg(const T *p) { return *p; }
 using std::max;
 using std::min;
 

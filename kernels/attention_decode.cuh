@@ -9,6 +9,8 @@
 //
 // With `fused`, q, k and v come from the projections: the block finishes them (heads.cuh), and whoever has the newest
 // position puts its key and value into the cache. Without, q is finished and the cache complete.
+#pragma once
+
 #include <math_constants.h>
 
 #include "heads.cuh"
@@ -51,6 +53,8 @@ __device__ __forceinline__ void attend(const Decode &a) {
     __shared__ float queries[HEADS][LANES * 8];  // later the sums of the values
     __shared__ float scores[HEADS][CHUNK];
     __shared__ float key_row[LANES * 8];
+    constexpr int SUMMED = HEADS * LANES <= 64 ? HEADS : 64 / LANES;  // heads whose outputs the warps add up at a time
+    __shared__ float by_warp[WARPS][SUMMED][LANES * 8];
     __shared__ float maxima[HEADS], sums[HEADS], shrinks[HEADS];
     __shared__ int is_last;
     wait_for_predecessor();
@@ -95,7 +99,7 @@ __device__ __forceinline__ void attend(const Decode &a) {
         }
     for (int start = begin; start < end; start += CHUNK) {
         int stop = min(end, start + CHUNK), filled = stop - start;
-#pragma unroll 4
+#pragma unroll (HEADS < 4 ? 4 : 2)
         for (int p = start + row; p < start + CHUNK; p += STEP) {
             float k[8];
             bool there = p < stop;
@@ -137,7 +141,7 @@ __device__ __forceinline__ void attend(const Decode &a) {
             if (g < heads)
 #pragma unroll
                 for (int i = 0; i < 8; i++) mixed[g][i] *= shrinks[g];
-#pragma unroll 4
+#pragma unroll (HEADS < 4 ? 4 : 2)
         for (int p = start + row; p < stop; p += STEP) {
             float v[8];
             load8<LANES>(v, c.value(p, kv), sub, c.d_v);
@@ -152,25 +156,32 @@ __device__ __forceinline__ void attend(const Decode &a) {
         }
         __syncthreads();
     }
-    // Sum over the rows of each warp, then over the warps, one after the other.
+    // Sum over the rows of each warp, then over the warps, in their order.
 #pragma unroll
     for (int g = 0; g < HEADS; g++)
 #pragma unroll
         for (int i = 0; i < 8; i++)
 #pragma unroll
             for (int lanes = LANES; lanes < WARP; lanes *= 2) mixed[g][i] += __shfl_xor_sync(~0u, mixed[g][i], lanes);
-    for (int w = 0; w < WARPS; w++) {
-        if (warp == w && lane < LANES)
 #pragma unroll
-            for (int g = 0; g < HEADS; g++)
+    for (int g0 = 0; g0 < HEADS; g0 += SUMMED) {
+        if (lane < LANES)
 #pragma unroll
-                for (int i = 0; i < 8; i++) queries[g][sub * 8 + i] = (w ? queries[g][sub * 8 + i] : 0.0f) + mixed[g][i];
+            for (int g = 0; g < SUMMED; g++)
+#pragma unroll
+                for (int i = 0; i < 8; i++) by_warp[warp][g][sub * 8 + i] = mixed[g0 + g][i];
+        __syncthreads();
+        for (int i = threadIdx.x; i < SUMMED * LANES * 8; i += THREADS) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) sum += (&by_warp[w][0][0])[i];
+            (&queries[g0][0])[i] = sum;
+        }
         __syncthreads();
     }
     if (n_splits == 1) {
         for (int g = warp; g < heads; g += WARPS)
             for (int i = lane; i < c.d_v; i += WARP) a.out[(head0 + g) * c.d_v + i] = queries[g][i] / sums[g];
-        release_successor();
         return;
     }
     int width = c.d_v + 2;
@@ -190,22 +201,41 @@ __device__ __forceinline__ void attend(const Decode &a) {
     if (is_last) {
         __threadfence();
         for (int g = warp; g < heads; g += WARPS) {
-            const volatile float *partial = a.partial + (head0 + g) * n_splits * width;
-            float largest = -CUDART_INF_F, sum = 0.0f;
-            for (int s = 0; s < n_splits; s++) largest = fmaxf(largest, partial[s * width + c.d_v]);
+            const float *partial = a.partial + (head0 + g) * n_splits * width;
+            // Lane s keeps what split s, and s + 32, counts for.
+            float counts[2], own[2], largest = -CUDART_INF_F, sum = 0.0f;
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                int s = lane + k * WARP;
+                counts[k] = s < n_splits ? __ldcg(partial + s * width + c.d_v) : -CUDART_INF_F;
+                own[k] = s < n_splits ? __ldcg(partial + s * width + c.d_v + 1) : 0.0f;
+                largest = fmaxf(largest, counts[k]);
+            }
+            largest = warp_max(largest);
             if (largest == -CUDART_INF_F) largest = 0.0f;
-            for (int s = 0; s < n_splits; s++)
-                sum += partial[s * width + c.d_v + 1] * exp2f(partial[s * width + c.d_v] - largest);
-            for (int i = lane; i < c.d_v; i += WARP) {
-                float value = 0.0f;
-                for (int s = 0; s < n_splits; s++)
-                    value += partial[s * width + i] * exp2f(partial[s * width + c.d_v] - largest);
-                a.out[(head0 + g) * c.d_v + i] = value / sum;
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                counts[k] = exp2f(counts[k] - largest);
+                sum += own[k] * counts[k];
+            }
+            float inverse = 1.0f / warp_sum(sum);
+            float values[LANES * 8 / WARP] = {};
+            for (int s = 0; s < n_splits; s++) {
+                float count = __shfl_sync(~0u, s < WARP ? counts[0] : counts[1], s % WARP);
+#pragma unroll
+                for (int k = 0; k < LANES * 8 / WARP; k++) {
+                    int i = lane + k * WARP;
+                    if (i < c.d_v) values[k] += __ldcg(partial + s * width + i) * count;
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < LANES * 8 / WARP; k++) {
+                int i = lane + k * WARP;
+                if (i < c.d_v) a.out[(head0 + g) * c.d_v + i] = values[k] * inverse;
             }
         }
         if (threadIdx.x == 0) *ticket = 0;
     }
-    release_successor();
 }
 
 #define ATTENTION(LANES, HEADS)                                                                                          \
@@ -214,8 +244,3 @@ __device__ __forceinline__ void attend(const Decode &a) {
         attend<LANES, HEADS>(a);                                                                                         \
     }
 #define ATTENTIONS(LANES) ATTENTION(LANES, 1) ATTENTION(LANES, 2) ATTENTION(LANES, 4) ATTENTION(LANES, 8)
-
-ATTENTIONS(4)
-ATTENTIONS(8)
-ATTENTIONS(16)
-ATTENTIONS(32)

@@ -1,4 +1,4 @@
-// kernels/mma.cuh for the host.
+// kernels/fragments.cuh for the host.
 #pragma once
 
 inline void load_matrices(unsigned (&r)[4], const half *row) {

@@ -1,8 +1,8 @@
 """`reflex check`: does this device compute what the reference computes, for this model?
 
-Without `--diff` the logits of a prompt, whole and token by token, against the reference's. With it every op by itself on
-the reference's own inputs, each against the bound of its kind, fused and one by one; the first that differs is the last
-that is looked at.
+Without `--diff` the logits of a prompt, whole and token by token, against the reference's. With it every op by itself
+on the reference's own inputs, each against the bound of its kind, fused and one by one; the first that differs is the
+last that is looked at.
 """
 
 import sys
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from reflex_ipc.cuda.fuse import Group
     from reflex_ipc.gguf import GGUF
     from reflex_ipc.plan import Plan
-    from reflex_ipc.reference.ops import Run
     from reflex_ipc.reference.weights import Weights
 
     Array = npt.NDArray[np.float32]
@@ -163,4 +162,6 @@ def _judge(what: str, actual: "Array", expected: "Array", bound: float) -> None:
 def _report(what: str, error: float, bound: float, out: "Callable[[str], object]" = sys.stdout.write) -> None:
     out(f"{what} {error:9.2e}  {'ok' if error <= bound else f'above {bound:.0e}'}\n")
     if error > bound:
-        raise CheckFailedError(f"{' '.join(what.split())} differs from the reference by {error:.2e}, more than {bound:.0e}")
+        raise CheckFailedError(
+            f"{' '.join(what.split())} differs from the reference by {error:.2e}, more than {bound:.0e}"
+        )

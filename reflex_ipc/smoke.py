@@ -1,6 +1,6 @@
 """`reflex smoke`: does this device run the kernels, and run them right? No model, nothing but the standard library.
 
-Every family of kernels gets a small input, and what it leaves is compared with values computed here in Python's float64.
+Every family of kernels gets a small input, and what it leaves is compared with what Python makes of it in float64.
 """
 
 import math
@@ -86,9 +86,7 @@ class Bench:
         self.kernels = Kernels(device)
         self.stream = device.stream()
         self.guards: list[int] = []
-        self.limits = linear.Limits(
-            device.attribute(device.MULTIPROCESSORS), device.attribute(device.SHARED_PER_BLOCK)
-        )
+        self.limits = linear.Limits(device.attribute(device.MULTIPROCESSORS), device.attribute(device.SHARED_PER_BLOCK))
 
     def room(self, size: int) -> int:
         """A buffer of NaN."""
@@ -211,12 +209,12 @@ def _attention(bench: Bench) -> "Iterator[Outcome]":
     for t in range(n):
         for h in range(heads):
             row = q[(t * heads + h) * d : (t * heads + h + 1) * d]
-            scores = [scale * sum(a * b for a, b in zip(row, k[s * d : (s + 1) * d], strict=True)) for s in range(t + 1)]
+            scores = [
+                scale * sum(a * b for a, b in zip(row, k[s * d : (s + 1) * d], strict=True)) for s in range(t + 1)
+            ]
             peak = max(scores)
             weights = [math.exp(s - peak) for s in scores]
-            wanted += [
-                sum(w * v[s * d + i] for s, w in enumerate(weights)) / sum(weights) for i in range(d)
-            ]
+            wanted += [sum(w * v[s * d + i] for s, w in enumerate(weights)) / sum(weights) for i in range(d)]
     page_bytes = PAGE * (4 * d + 8)
     cache = Struct("<QqiiiI").pack(bench.room(page_bytes), page_bytes, 1, d, d, 0)
     at_q, at_k, at_v, past = bench.floats(q), bench.floats(k), bench.floats(v), bench.integers([0])

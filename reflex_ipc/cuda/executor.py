@@ -1,4 +1,4 @@
-"""The CUDA backend: a plan's weights on their way to a device, its state there, its launches queued. See `engine.Executor`.
+"""The CUDA backend: a plan's weights on their way to a device, its state there, its launches. See `engine.Executor`.
 
 Making one starts the upload and returns; the first step's launches wait for the weights layer by layer. The first token
 is out before anything that only later ones need is made.
@@ -85,8 +85,8 @@ class CudaExecutor:
     progress: called with ("weights", bytes done, bytes in all) until all weights are there; without it the constructor
     returns while they are still coming.
 
-    Raises UnsupportedModelError when a kernel is missing, before anything is done; NoDeviceError when there is no usable
-    device; OutOfMemoryError, with the sum, before anything is copied.
+    Raises UnsupportedModelError when a kernel is missing, before anything is done; NoDeviceError when there is no
+    usable device; OutOfMemoryError, with the sum, before anything is copied.
     """
 
     def __init__(
@@ -249,8 +249,8 @@ class CudaExecutor:
         except OutOfMemoryError as error:
             free, _ = self._dev().memory()
             raise OutOfMemoryError(
-                f"a cache for {n_tokens} tokens takes {gib(size)} of device memory, {gib(self._cache.backed)} of it are "
-                f"there; {gib(free)} are free: {error}"
+                f"a cache for {n_tokens} tokens takes {gib(size)} of device memory, {gib(self._cache.backed)} of it "
+                f"are there; {gib(free)} are free: {error}"
             ) from None
         self._backed = self._layout.pages(n_tokens) * PAGE
 
@@ -401,7 +401,10 @@ class CudaExecutor:
         n_splits = self._lowering.n_splits(self._n_past + 1)
         graph = self._graphs.get((n_splits, kind))
         if graph is None:
-            launches = [*self._launches(Shape(1, 1, False, n_splits)), *self._sampling.launches(kind, self._logits(0), dependent=self._lowering.can_depend)]
+            launches = [
+                *self._launches(Shape(1, 1, False, n_splits)),
+                *self._sampling.launches(kind, self._logits(0), dependent=self._lowering.can_depend),
+            ]
             with self._stream.capture() as capture:
                 for launch in launches:
                     launch()

@@ -1,7 +1,7 @@
 """Which ops of a plan run as one: groups of ops, each with what it reads and leaves.
 
-A group is a fused op that carries its parts: the reference runs the parts, the device runs the group, so every fusion has
-its oracle, and architectures never mention it. `alone` is the plan as it is, one group an op.
+A group is a fused op that carries its parts: the reference runs the parts, the device runs the group, so every fusion
+has its oracle, and architectures never mention it. `alone` is the plan as it is, one group an op.
 """
 
 from reflex_ipc.plan import Add, Attention, Linear, RmsNorm, Rotate, SwiGlu, inputs, weights
@@ -9,6 +9,7 @@ from reflex_ipc.plan import Add, Attention, Linear, RmsNorm, Rotate, SwiGlu, inp
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any
 
     from reflex_ipc.plan import Op, Plan, Value
 
@@ -29,7 +30,7 @@ class Group:
 
     def __init__(self, kind: str, parts: "Sequence[Op]", outputs: "list[Value]") -> None:
         self.kind = kind
-        self.parts = tuple(parts)
+        self.parts: tuple[Any, ...] = tuple(parts)
         made = {op.out.name for op in parts}
         self.inputs = list({v.name: v for op in parts for v in inputs(op) if v.name not in made}.values())
         self.outputs = outputs
@@ -38,7 +39,8 @@ class Group:
     @property
     def name(self) -> str:
         """The name of the last part: what the group computes."""
-        return self.parts[-1].name
+        name: str = self.parts[-1].name
+        return name
 
     def __repr__(self) -> str:
         return f"Group({self.kind}: {', '.join(op.name for op in self.parts)})"
@@ -100,7 +102,7 @@ class _Fusion:
         return readers[0] if len(readers) == 1 and op.out != self.plan.logits else None
 
     def attention(self, op: Attention) -> None:
-        """Take in the rotations of q and k, and the norms before them, if both are alike and nothing else reads them."""
+        """Take in the rotations of q and k, and the norms before them, if both are alike and only read here."""
         rotations = [self.maker[value.name] for value in (op.q, op.k)]
         first, second = rotations
         if not (isinstance(first, Rotate) and isinstance(second, Rotate)):

@@ -1,7 +1,8 @@
 """Groups of ops -> launches of kernels, with every address, shape and argument in place.
 
-`Lowering.launches(shape)` gives the launches of a step, group after group. Nothing of them depends on the step's content:
-tokens, positions and the cache's fill are read from device memory (`Places`), so they are prepared once a shape.
+`Lowering.launches(shape)` gives the launches of a step, group after group. Nothing of them depends on the step's
+content: tokens, positions and the cache's fill are read from device memory (`Places`), so they are prepared once a
+shape.
 """
 
 from struct import Struct
@@ -124,7 +125,7 @@ def check(plan: "Plan") -> None:
                 d = width // op.n_head_kv
                 if d % 8 or d > LARGEST_HEAD:
                     raise UnsupportedModelError(
-                        f"op {op.name} has heads of {d} {what}; the CUDA kernels take multiples of 8 up to {LARGEST_HEAD}"
+                        f"op {op.name} has {what} of {d} numbers a head; CUDA kernels take multiples of 8 up to {LARGEST_HEAD}"
                     )
         for name in ops.weights(op):
             kind = plan.weights[name].type.name
@@ -174,8 +175,8 @@ class Lowering:
     # Sizes
 
     def n_splits(self, n_tokens: int) -> int:
-        """Blocks that share the positions of a head when the cache ends up with `n_tokens`: the same for all counts up to
-        the next power of two, so that one graph serves them."""
+        """Blocks that share the positions of a head when the cache ends up with `n_tokens`: the same for all counts up
+        to the next power of two, so that one graph serves them."""
         bucket = max(PAGE, 1 << (n_tokens - 1).bit_length())
         return max(1, min(bucket // MIN_SHARE, 2 * self.multiprocessors // self._least_blocks(), MAX_SPLITS))
 
@@ -187,7 +188,9 @@ class Lowering:
 
     def partial_bytes(self) -> int:
         """Room for what the blocks of decoding's attention leave each other."""
-        return max((4 * op.n_head * MAX_SPLITS * (op.v.width // op.n_head_kv + 2) for op in self._attentions()), default=0)
+        return max(
+            (4 * op.n_head * MAX_SPLITS * (op.v.width // op.n_head_kv + 2) for op in self._attentions()), default=0
+        )
 
     def ticket_bytes(self) -> int:
         """Room for the counters of decoding's attention, which must be zero."""

@@ -1,7 +1,7 @@
 """Sampling on the device: settings go in, tokens come out through a mailbox in page-locked memory.
 
 The kernels are in kernels/sample.cu; docs/sampling.md defines what they compute. The sampled token is the input of the
-next step without the host's doing; the host reads it, with what is reported of it, from the mail that carries its number.
+next step without the host's doing; the host reads it, with what is reported of it, from the mail of its number.
 """
 
 from struct import Struct
@@ -101,9 +101,7 @@ class Sampling:
             reach.update(sampler._tokens if s.repeat_last_n < 0 else sampler._tokens[-s.repeat_last_n :])
         counts = sampler._counts if s.presence_penalty or s.frequency_penalty else {}
         changed = reach.union(counts, s.logit_bias)
-        return [
-            (s.logit_bias.get(t, 0.0), t, counts.get(t, 0), t in reach, t in s.logit_bias) for t in sorted(changed)
-        ]
+        return [(s.logit_bias.get(t, 0.0), t, counts.get(t, 0), t in reach, t in s.logit_bias) for t in sorted(changed)]
 
     def _make_room(self) -> None:
         if not self._changes:
@@ -121,8 +119,8 @@ class Sampling:
             adjusted = self._adjusted
         at = self._memory.address
         p, mailbox = self.places, self._mailbox.device_address
-        sample = (logits, adjusted, p.control, self._settings, mailbox, p.tokens, p.positions)
-        sample += (at, at + 4 * _BLOCKS, at + 8 * _BLOCKS, n)
+        where = (logits, adjusted, p.control, self._settings, mailbox, p.tokens, p.positions)
+        sample = (*where, at, at + 4 * _BLOCKS, at + 8 * _BLOCKS, n)
         blocks = min(_BLOCKS, -(-n // 1024))
         made = [
             function("sample_peak").prepare(
@@ -131,11 +129,19 @@ class Sampling:
         ]
         if kind == "adjust":
             wide = (min(-(-n // 256), 1024), 1, 1)
-            made.append(function("sample_copy").prepare(wide, (256, 1, 1), [adjusted, logits, n], stream, dependent=dependent))
+            made.append(
+                function("sample_copy").prepare(wide, (256, 1, 1), [adjusted, logits, n], stream, dependent=dependent)
+            )
             arguments = [adjusted, logits, self._changes, self._settings]
-            made.append(function("sample_adjust").prepare((8, 1, 1), (256, 1, 1), arguments, stream, dependent=dependent))
+            made.append(
+                function("sample_adjust").prepare((8, 1, 1), (256, 1, 1), arguments, stream, dependent=dependent)
+            )
         if kind != "greedy":
-            made.append(function("sample_choose").prepare((1, 1, 1), (1024, 1, 1), [_SAMPLE.pack(*sample, 0)], stream, dependent=dependent))
+            made.append(
+                function("sample_choose").prepare(
+                    (1, 1, 1), (1024, 1, 1), [_SAMPLE.pack(*sample, 0)], stream, dependent=dependent
+                )
+            )
         return made
 
     # Mail

@@ -1,6 +1,6 @@
 """Build the emulated libcuda from the kernels: device code compiled for the host, and a driver that runs it.
 
-Products are emulated by one naive kernel instead of the real ones, which are made of instructions that have no plain C++.
+Products are one naive kernel here; the real ones are made of instructions that plain C++ has not.
 """
 
 import hashlib
@@ -10,7 +10,20 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-FILES = ("attention_decode_64", "attention_decode_128", "attention_decode_256", "attention_prefill", "elementwise", "embed", "norm", "rope", "sample", "recurrent", "experts", "latent")
+FILES = (
+    "attention_decode_64",
+    "attention_decode_128",
+    "attention_decode_256",
+    "attention_prefill",
+    "elementwise",
+    "embed",
+    "norm",
+    "rope",
+    "sample",
+    "recurrent",
+    "experts",
+    "latent",
+)
 
 MADE_BY_MACRO = re.compile(r"\b(attention_(?:decode|prefill)_|embed_)##")
 """The part of a kernel's name that a macro puts in front of what it varies."""
@@ -35,13 +48,12 @@ def library(kernels_txt: Path, names: tuple[str, ...] = FILES) -> Path:
     (work / "fragments.cuh").write_text((HERE / "fragments.cuh").read_text())
     units = [work / "libcuda.cpp"]
     units[0].write_text(texts["libcuda.cpp"])
-    footer = "\n".join(
-        f'extern "C" void emulator_kernel(const char *, const int *, int);'
-        for _ in range(1)
-    )
+    footer = 'extern "C" void emulator_kernel(const char *, const int *, int);'
     names = tuple(n for n in names if f"{n}.cu" in texts)
     for name in names:
-        text = texts[f"{name}.cu"].replace("extern __shared__ int4 memory[];", "int4 *memory = (int4 *)emulated_shared;")
+        text = texts[f"{name}.cu"].replace(
+            "extern __shared__ int4 memory[];", "int4 *memory = (int4 *)emulated_shared;"
+        )
         registrations = []
         for line in lines:
             kernel, file, *parameters = line.split(" ")
@@ -53,7 +65,11 @@ def library(kernels_txt: Path, names: tuple[str, ...] = FILES) -> Path:
                 f"static int sizes_{kernel}[] = {{{', '.join(map(str, sizes))}}};\n"
                 f'static bool sized_{kernel} = (emulator_kernel("{kernel}", sizes_{kernel}, {len(sizes)}), true);'
             )
-            text = re.sub(rf'(extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?){kernel}\(', rf"\1kernel_{kernel}(", text)
+            text = re.sub(
+                rf'(extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?){kernel}\(',
+                rf"\1kernel_{kernel}(",
+                text,
+            )
         text = MADE_BY_MACRO.sub(r"kernel_\1##", text)
         unit = work / f"{name}.cpp"
         unit.write_text('#include "cuda_host.h"\n' + text + "\n" + footer + "\n" + "\n".join(registrations) + "\n")
@@ -67,7 +83,20 @@ def library(kernels_txt: Path, names: tuple[str, ...] = FILES) -> Path:
         objects.append(unit.with_suffix(".o"))
         running.append(
             subprocess.Popen(
-                ["g++", "-std=c++20", "-O2", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing", f"-I{work}", "-c", str(unit), "-o", str(objects[-1])]
+                [
+                    "g++",
+                    "-std=c++20",
+                    "-O2",
+                    "-fPIC",
+                    "-w",
+                    "-ffp-contract=off",
+                    "-fno-strict-aliasing",
+                    f"-I{work}",
+                    "-c",
+                    str(unit),
+                    "-o",
+                    str(objects[-1]),
+                ]
             )
         )
     if any(p.wait() for p in running):

@@ -31,7 +31,9 @@ class Bench(Lowering):
         self.guarded = {}
         self.constants = {name: cp.asarray(w) for name, w in (weights or {}).items()}
         plan = Plan("test", tuple(op_list), (), tensors or {}, op_list[-1].out, 1, 1, 1, 1, ())
-        super().__init__(device, kernels, device.stream(), plan, [], None, Places(), lambda n: self.constants[n].data.ptr)
+        super().__init__(
+            device, kernels, device.stream(), plan, [], None, Places(), lambda n: self.constants[n].data.ptr
+        )
         p = self.places
         self.step = cp.zeros(8 + 2 * 4096, cp.int32)
         p.control, p.tokens, p.positions = (self.step.data.ptr + 4 * i for i in (0, 8, 8 + 4096))
@@ -125,7 +127,9 @@ def test_elementwise(device, kernels, n):
         assert error(out, expected) <= 1e-6
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4"])
+@pytest.mark.parametrize(
+    "kind", ["F32", "F16", "BF16", "Q4_0", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4"]
+)
 def test_embedding_rows(device, kernels, kind):
     width, rows = 512, 9
     ggml = next(t for t in TYPES.values() if t.name == kind)
@@ -179,7 +183,9 @@ def attended(op, q, k, v, visible):
     """Float64 attention of the last len(q) of len(k) tokens."""
     n, m = len(q), len(k)
     group = op.n_head // op.n_head_kv
-    q, k, v = (x.astype(cp.float64).reshape(len(x), h, -1) for x, h in ((q, op.n_head), (k, op.n_head_kv), (v, op.n_head_kv)))
+    q, k, v = (
+        x.astype(cp.float64).reshape(len(x), h, -1) for x, h in ((q, op.n_head), (k, op.n_head_kv), (v, op.n_head_kv))
+    )
     scores = cp.einsum("nhd,mhd->hnm", q, k.repeat(group, axis=1)) * op.scale
     scores = cp.where(visible[None], scores, -cp.inf)
     weights = cp.exp(scores - scores.max(axis=2, keepdims=True))
@@ -188,7 +194,15 @@ def attended(op, q, k, v, visible):
     return cp.einsum("hnm,mhd->nhd", weights, v.repeat(group, axis=1)).reshape(n, -1)
 
 
-SHAPES = [(1, 1, 16, 16), (6, 2, 24, 24), (14, 2, 64, 64), (5, 1, 80, 80), (3, 3, 96, 64), (32, 8, 128, 128), (16, 1, 128, 128)]
+SHAPES = [
+    (1, 1, 16, 16),
+    (6, 2, 24, 24),
+    (14, 2, 64, 64),
+    (5, 1, 80, 80),
+    (3, 3, 96, 64),
+    (32, 8, 128, 128),
+    (16, 1, 128, 128),
+]
 SHAPES += [(8, 2, 192, 128), (16, 2, 256, 256)]
 
 
@@ -283,7 +297,11 @@ def test_attention_with_its_norms_and_rotations(device, kernels, style, with_nor
         return rotated(x, range(total), rope, heads, 0)
 
     expected = attended(
-        op, finished("raw_q", "wq", n_head), finished("raw_k", "wk", n_head_kv), inputs["v"], cp.tril(cp.ones((total, total), bool))
+        op,
+        finished("raw_q", "wq", n_head),
+        finished("raw_k", "wk", n_head_kv),
+        inputs["v"],
+        cp.tril(cp.ones((total, total), bool)),
     )
     bench = Bench(device, kernels, parts, weights, cache_tokens=total)
     group = Group("attention", parts, [op.out])

@@ -23,9 +23,11 @@ struct Control {
     int past;     // tokens in the cache before the step
     int advance;  // tokens that the step adds to it
     int serial;   // of the next report, from 0 since the executor began
+    int parity;   // which of the two recurrent states is the one before the step
     int ticket;   // of sample_peak's blocks
     int best;
     float peak;
+    int unused;
     double log_sum;
 };
 
@@ -90,6 +92,7 @@ __device__ void hand_on(const Sample &a, int token, int n_top, const uint64_t *t
     }
     *a.tokens = token;
     c.past += c.advance;
+    c.parity ^= c.advance > 0;
     c.advance = 1;
     *a.positions = c.past;
     a.settings->draw++;

@@ -40,7 +40,13 @@ BOUNDS: "dict[type, float]" = {
     ops.L2Norm: 1e-6,
     ops.Rotate: 1e-6,
     ops.Linear: 1e-3,
+    ops.ExpertLinear: 1e-3,
     ops.Attention: 2e-3,
+    ops.LatentAttention: 2e-3,
+    ops.Route: 1e-5,
+    ops.ExpertSum: 1e-6,
+    ops.Conv: 1e-6,
+    ops.DeltaRule: 1e-5,
 }
 """Relative error (norm of the difference over the norm of the reference) that an op may have: none where nothing is
 rounded or everything is rounded alike, a few roundings of float32 elsewhere; half-precision inputs of tensor cores, and

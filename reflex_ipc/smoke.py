@@ -260,7 +260,7 @@ def _sampling(bench: Bench) -> "Iterator[Outcome]":
     peak = max(logits)
     log_sum = math.log(sum(math.exp(x - peak) for x in logits))
     places = Places()
-    places.control = bench.put(CONTROL.pack(3, 1, 0, 0, 0, 0.0, 0.0))
+    places.control = bench.put(CONTROL.pack(3, 1, 0, 0))
     places.tokens, places.positions = bench.integers([-1]), bench.integers([-1])
     sampling = Sampling(bench.device, bench.kernels, bench.stream, n, places)
     at = bench.floats(logits)

@@ -4,10 +4,11 @@ Making one starts the upload and returns; the first step's launches wait for the
 is out before anything that only later ones need is made.
 """
 
+import math
 import time
 from struct import Struct
 
-from reflex_ipc.cuda import lower
+from reflex_ipc.cuda import families, lower
 from reflex_ipc.cuda.buffers import Columns
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.driver import gib
@@ -106,6 +107,7 @@ class CudaExecutor:
         self.plan = plan
         self.timings: dict[str, Any] = {}
         self._n_past = 0
+        self._parity = 0
         self._shape = Shape(0, 0)
         self._upload: Upload | None = None
         self._device: Device | None = None
@@ -146,7 +148,8 @@ class CudaExecutor:
         self._columns = columns
         self._values: Memory | None = None
         self._inputs: Memory | None = None
-        self._mask: Memory | None = None
+        self._tree: Memory | None = None
+        self._branches: Memory | None = None
         self._shapes: dict[tuple[int, int, bool, int], list[Launch]] = {}
         self._graphs: dict[tuple[int, str], GraphExec] = {}
         self._lowering = Lowering(
@@ -154,6 +157,7 @@ class CudaExecutor:
         )
         self._sampling = Sampling(device, self._kernels, self._stream, plan.n_vocab, p)
         self._fixed()
+        self.reset()
         self._make_room(LEAST_TOKENS, 1)
 
     def _check_memory(self, device: "Device", gguf: "GGUF", size: int, columns: Columns) -> None:
@@ -172,12 +176,21 @@ class CudaExecutor:
         tables = lower.tables_of(self.plan)
         doubles = {key: rope.frequencies() for key, rope in tables.items()}
         frequencies = b"".join(Struct(f"<{len(f)}d").pack(*f) for f in doubles.values())
+        heads = families.most_heads(self.plan)
+        counted = Struct(f"<{heads}f").pack(*range(heads))
+        states = {s.name: 4 * math.prod(s.shape) for s in self.plan.states if not s.per_token}
         partial, tickets = aligned(self._lowering.partial_bytes()), self._lowering.ticket_bytes() + 4
-        arena = device.arena(partial + aligned(tickets) + aligned(len(frequencies)), "partial results")
+        sizes = [partial, tickets, len(frequencies), len(counted), *(2 * aligned(size) for size in states.values())]
+        arena = device.arena(sum(map(aligned, sizes)), "partial results and recurrent states")
         p.partial = arena.take(partial, "partial results")
         p.tickets = arena.take(tickets, "counters")
         p.zero = p.tickets + tickets - 4
         self._stream.fill(p.tickets, 0, tickets)
+        p.heads = arena.take(len(counted), "numbers of heads")
+        if counted:
+            self._stream.to_device(p.heads, counted)
+        for name, size in states.items():
+            p.states[name] = arena.take(2 * aligned(size), name), aligned(size)
         at = arena.take(len(frequencies), "rotary frequencies")
         if frequencies:
             self._stream.to_device(at, frequencies)
@@ -202,6 +215,7 @@ class CudaExecutor:
         p.scratch_size = max(
             self._lowering.linear_scratch(p.token_capacity, p.row_capacity),
             self._lowering.finished_bytes(p.token_capacity),
+            families.scratch_bytes(self.plan, p.token_capacity),
         )
         sizes = [values, selected, p.scratch_size, *tables.values()]
         self._values = arena = self._dev().arena(sum(map(aligned, sizes)), "working space")
@@ -235,6 +249,8 @@ class CudaExecutor:
 
     def reset(self) -> None:
         self._n_past = 0
+        for at, size in self._places.states.values():
+            self._stream.fill(at + self._parity * size, 0, size)
 
     def reserve(self, n_tokens: int) -> None:
         self._back(n_tokens)
@@ -260,8 +276,13 @@ class CudaExecutor:
         shape = self._begin(step)
         for launch in self._launches(shape):
             launch()
-        self._n_past += step.n_keep
+        self._advance(step.n_keep)
         self._shape = shape
+
+    def _advance(self, n: int) -> None:
+        """n tokens more are in the state; a step that keeps some leaves it in the other of the two."""
+        self._n_past += n
+        self._parity ^= n > 0
 
     def _begin(self, step: Step) -> Shape:
         """Make room for a step, send what it consists of; its launches are those of the shape returned."""
@@ -300,24 +321,31 @@ class CudaExecutor:
                         for value in group.outputs
                     },
                 )
-        self._n_past += step.n_keep
+        self._advance(step.n_keep)
         self._shape = shape
 
     def _send(self, step: Step, is_tree: bool) -> None:
         p = self._places
         n, spare = len(step.tokens), p.token_capacity - len(step.tokens)
         numbers = Struct(f"<{n}i{4 * spare}x{n}i{4 * spare}x{len(step.rows)}i")
-        control = CONTROL.pack(self._n_past, step.n_keep, self._sampling.serial, 0, 0, 0.0, 0.0)
+        control = CONTROL.pack(self._n_past, step.n_keep, self._sampling.serial, self._parity)
         self._stream.to_device(p.control, control + numbers.pack(*step.tokens, *step.positions, *step.rows))
         if is_tree:
-            mask = _mask(step)
-            if self._mask is None or self._mask.size < len(mask):
-                if self._mask is not None:
-                    self._mask.close()
-                self._forget()
-                self._mask = self._dev().allocate(max(len(mask), 1 << 20), "a tree's ancestors")
-                p.mask = self._mask.address
-            self._stream.to_device(p.mask, mask)
+            parents, mask = Struct(f"<{n}i{4 * spare}x").pack(*step.parents), _mask(step)
+            self._tree = self._room(self._tree, len(parents) + len(mask), "a tree's ancestors")
+            self._branches = self._room(self._branches, families.branch_bytes(self.plan, n), "a tree's states")
+            p.parents, p.branches = self._tree.address, self._branches.address
+            p.mask = p.parents + len(parents)
+            self._stream.to_device(p.parents, parents + mask)
+
+    def _room(self, memory: "Memory | None", size: int, what: str) -> "Memory":
+        """Memory of at least this size: the one there is, or another, which makes launches that know it worthless."""
+        if memory is not None and memory.size >= size:
+            return memory
+        if memory is not None:
+            memory.close()
+        self._forget()
+        return self._dev().allocate(max(size, 1 << 16), what)
 
     def _launches(self, shape: Shape) -> "Iterator[Launch]":
         """A shape's launches, each as soon as it exists and the weights it needs are on their way."""
@@ -393,7 +421,7 @@ class CudaExecutor:
                 if kind == "adjust":
                     sampling.begin(sampler)
                 number = self._queue_token(kind)
-            self._n_past += 1
+            self._advance(1)
 
     def _queue_token(self, kind: str) -> int:
         """Queue the step of the token just sampled and the choice of the next; returns the number of its mail."""

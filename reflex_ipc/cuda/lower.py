@@ -8,7 +8,7 @@ shape.
 from struct import Struct
 
 from reflex_ipc import plan as ops
-from reflex_ipc.cuda import linear
+from reflex_ipc.cuda import families, linear
 from reflex_ipc.cuda.memory import aligned
 from reflex_ipc.errors import UnsupportedModelError
 
@@ -56,10 +56,13 @@ class Places:
     """Addresses on the device of everything that is not a weight."""
 
     __slots__ = (
+        "branches",
         "cache",
         "control",
         "frequencies",
+        "heads",
         "mask",
+        "parents",
         "partial",
         "positions",
         "row_capacity",
@@ -67,6 +70,7 @@ class Places:
         "scratch",
         "scratch_size",
         "selected",
+        "states",
         "tables",
         "tickets",
         "token_capacity",
@@ -80,6 +84,7 @@ class Places:
             setattr(self, name, 0)
         self.tables: dict[tuple[Any, ...], int] = {}
         self.frequencies: dict[tuple[Any, ...], int] = {}
+        self.states: dict[str, tuple[int, int]] = {}  # address and bytes of the first of two
 
     values: int  # (columns, token_capacity) float32 in all
     selected: int  # (columns, row_capacity)
@@ -88,7 +93,10 @@ class Places:
     tokens: int  # (token_capacity) int32, and so positions
     positions: int
     rows: int  # (row_capacity) int32
-    mask: int  # (token_capacity, 1 + words) int32
+    parents: int  # (token_capacity) int32, of a tree; then the mask: a row a token of 1 + ceil(T/32) words
+    mask: int
+    branches: int  # recurrent states behind the tokens of a tree, a layer at a time
+    heads: int  # the numbers 0, 1, 2 ... in float32: heads as if they were experts
     control: int  # its first word is the number of tokens in the cache
     cache: int
     partial: int
@@ -102,13 +110,16 @@ class CacheLayout:
     """Where each layer's keys and values lie within a page of PAGE positions."""
 
     def __init__(self, plan: "Plan") -> None:
-        self.offsets: dict[str, int] = {}  # by the name of the key state
+        self.offsets: dict[str, int] = {}  # by the name of the state of keys or latents
         self.page_bytes = 0
         for op in plan.ops:
             if isinstance(op, ops.Attention):
                 self.offsets[op.k_state] = self.page_bytes
                 rows = 2 * (op.k.width + op.v.width) + 2 * 4 * op.n_head_kv
                 self.page_bytes += aligned(PAGE * rows)
+            elif isinstance(op, ops.LatentAttention):
+                self.offsets[op.state] = self.page_bytes
+                self.page_bytes += aligned(PAGE * (2 * op.latent.width + 2 * 4))
 
     def pages(self, n_tokens: int) -> int:
         """Pages that hold `n_tokens`."""
@@ -120,20 +131,29 @@ def check(plan: "Plan") -> None:
     for op in plan.ops:
         if type(op) not in _METHODS:
             raise UnsupportedModelError(f"op {op.name} ({type(op).__name__}) has no CUDA kernel yet")
+        if why := families.refusal(plan, op):
+            raise UnsupportedModelError(f"op {op.name} {why}")
         if isinstance(op, ops.Attention):
             for width, what in ((op.k.width, "keys"), (op.v.width, "values")):
                 d = width // op.n_head_kv
                 if d % 8 or d > LARGEST_HEAD:
                     raise UnsupportedModelError(
-                        f"op {op.name} has {what} of {d} numbers a head; CUDA kernels take multiples of 8 up to {LARGEST_HEAD}"
+                        f"op {op.name} has {what} of {d} numbers; CUDA kernels take multiples of 8 up to {LARGEST_HEAD}"
                     )
         for name in ops.weights(op):
             kind = plan.weights[name].type.name
-            if isinstance(op, ops.Linear | ops.Embed) and name == op.weight:
+            if name in _matrices(op):
                 if kind not in linear.FORMATS:
                     raise UnsupportedModelError(f"tensor {name} is {kind}, which has no CUDA kernel")
             elif kind != "F32":
                 raise UnsupportedModelError(f"tensor {name} is {kind}; the CUDA kernels take F32 there")
+
+
+def _matrices(op: "ops.Op") -> "tuple[str, ...]":
+    """The weights of an op that may have any type."""
+    if isinstance(op, ops.Linear | ops.Embed | ops.ExpertLinear):
+        return (op.weight,)
+    return op.weights if isinstance(op, ops.LatentAttention) else ()
 
 
 def tables_of(plan: "Plan") -> "dict[tuple[Any, ...], ops.Rope]":
@@ -238,53 +258,66 @@ class Lowering:
         """How many rows a value has in a step."""
         return shape.n_rows if value.selected else shape.n_tokens
 
-    def _launch(
+    def launch(
         self, name: str, grid: "tuple[int, int, int]", block: int, arguments: "Sequence[Any]", shared: int = 0
     ) -> "Launch":
         return self.kernels.function(name).prepare(
             grid, (block, 1, 1), arguments, self.stream, shared=shared, dependent=self.is_dependent
         )
 
-    def _each(self, name: str, out: "Value", shape: Shape, inputs: "Sequence[int]", *more: int) -> "Launch":
+    def each(self, name: str, out: "Value", shape: Shape, inputs: "Sequence[int]", *more: int) -> "Launch":
         """A kernel of elementwise.cu."""
         n = out.width * self.rows(out, shape)
-        grid = (max(1, min(-(-n // 256), 16 * self.multiprocessors)), 1, 1)
-        return self._launch(name, grid, 256, [self.at(out), *inputs, n, *more])
+        return self.launch(name, self.wide(n), 256, [self.at(out), *inputs, n, *more])
+
+    def wide(self, n: int) -> "tuple[int, int, int]":
+        """The grid of 256 threads a block for n numbers that need nothing of each other."""
+        return max(1, min(-(-n // 256), 16 * self.multiprocessors)), 1, 1
+
+    def row_block(self, width: int) -> int:
+        """Threads for a row whose numbers are added up."""
+        return min(1024, aligned(-(-width // 4), 32))
+
+    def cache_of(self, state: str) -> tuple[int, int]:
+        """The address of a layer's part of the cache's first page, and the bytes of a page."""
+        return self.places.cache + self.layout.offsets[state], self.layout.page_bytes
 
     def _embed(self, op: ops.Embed, shape: Shape) -> "Iterator[Launch]":
         tensor = self.plan.weights[op.weight]
         arguments = [self.at(op.out), self.weight(op.weight), self.places.tokens, op.out.width, tensor.row_bytes]
         grid = (-(-op.out.width // 16 // 128), shape.n_tokens, 1)
-        yield self._launch(f"embed_{tensor.type.name}", grid, 128, arguments)
+        yield self.launch(f"embed_{tensor.type.name}", grid, 128, arguments)
 
     def _rms_norm(self, op: ops.RmsNorm, shape: Shape) -> "Iterator[Launch]":
         width = op.x.width // op.n_group
         grid = (self.rows(op.x, shape) * op.n_group, 1, 1)
-        block = min(1024, aligned(-(-width // 4), 32))
-        yield self._launch(
-            "rms_norm", grid, block, [self.at(op.out), self.at(op.x), self.weight(op.weight), width, op.eps]
+        yield self.launch(
+            "rms_norm",
+            grid,
+            self.row_block(width),
+            [self.at(op.out), self.at(op.x), self.weight(op.weight), width, op.eps],
         )
 
     def _swiglu(self, op: ops.SwiGlu, shape: Shape) -> "Iterator[Launch]":
-        yield self._each("swiglu", op.out, shape, [self.at(op.gate), self.at(op.up)])
+        yield self.each("swiglu", op.out, shape, [self.at(op.gate), self.at(op.up)])
 
     def _add(self, op: ops.Add, shape: Shape) -> "Iterator[Launch]":
-        yield self._each("add", op.out, shape, [self.at(op.a), self.at(op.b)])
+        yield self.each("add", op.out, shape, [self.at(op.a), self.at(op.b)])
 
     def _slice(self, op: ops.Slice, shape: Shape) -> "Iterator[Launch]":
-        yield self._each("slice", op.out, shape, [self.at(op.x)], op.x.width // op.n_group, op.start, op.length)
+        yield self.each("slice", op.out, shape, [self.at(op.x)], op.x.width // op.n_group, op.start, op.length)
 
     def _concat(self, op: ops.Concat, shape: Shape) -> "Iterator[Launch]":
-        yield self._each("concat", op.out, shape, [self.at(op.a), self.at(op.b)], op.a.width, op.b.width)
+        yield self.each("concat", op.out, shape, [self.at(op.a), self.at(op.b)], op.a.width, op.b.width)
 
     def _gate(self, op: ops.Gate, shape: Shape) -> "Iterator[Launch]":
-        yield self._each("gate", op.out, shape, [self.at(op.x), self.at(op.gate)], op.x.width, op.gate.width)
+        yield self.each("gate", op.out, shape, [self.at(op.x), self.at(op.gate)], op.x.width, op.gate.width)
 
     def _select_rows(self, op: ops.SelectRows, shape: Shape) -> "Iterator[Launch]":
         if shape.n_rows:
             # A decoding step's one row is row 0; `rows` may still hold a prompt's.
             rows = self.places.zero if shape.n_splits else self.places.rows
-            yield self._each("select_rows", op.out, shape, [self.at(op.x), rows], op.x.width)
+            yield self.each("select_rows", op.out, shape, [self.at(op.x), rows], op.x.width)
 
     # Products
 
@@ -335,7 +368,7 @@ class Lowering:
             self.at(x), m, x.width, x.width, self.weight(norm.weight) if norm else 0, norm.eps if norm else 0.0
         )
         for call in linear.linear(self.limits, entry, matrices, self.places.scratch, swiglu=swiglu):
-            yield self._launch(call.kernel, call.grid, call.block[0], call.arguments, call.shared)
+            yield self.launch(call.kernel, call.grid, call.block[0], call.arguments, call.shared)
 
     # Rotation and attention
 
@@ -350,13 +383,13 @@ class Lowering:
             rope.magnitude,
             rope.n_rot // 2,
         ]
-        return self._launch("rope_table", (shape.n_tokens, 1, 1), 64, arguments)
+        return self.launch("rope_table", (shape.n_tokens, 1, 1), 64, arguments)
 
     def _rotate(self, op: ops.Rotate, shape: Shape) -> "Iterator[Launch]":
         d = op.x.width // op.n_head
         table = self.places.tables[op.rope, op.factors]
         arguments = [self.at(op.out), self.at(op.x), table, op.n_head, d, op.offset, op.rope.n_rot, _is_neox(op.rope)]
-        yield self._launch("rotate", (shape.n_tokens, 1, 1), 256, arguments)
+        yield self.launch("rotate", (shape.n_tokens, 1, 1), 256, arguments)
 
     def _attention(self, op: ops.Attention, shape: Shape) -> "Iterator[Launch]":
         heads = self._heads(op, op.q, op.k, op.v)
@@ -387,8 +420,7 @@ class Lowering:
 
     def _cache(self, op: ops.Attention) -> "tuple[int, int, int, int, int, int]":
         n_head_kv = op.n_head_kv
-        layer = self.places.cache + self.layout.offsets[op.k_state]
-        return layer, self.layout.page_bytes, n_head_kv, op.k.width // n_head_kv, op.v.width // n_head_kv, 0
+        return *self.cache_of(op.k_state), n_head_kv, op.k.width // n_head_kv, op.v.width // n_head_kv, 0
 
     def _heads(
         self,
@@ -422,13 +454,13 @@ class Lowering:
 
     def _finish_heads(self, op: ops.Attention, heads: bytes, shape: Shape, q_out: int) -> "Launch":
         rows = 2 * op.n_head_kv + (op.n_head if q_out else 0)
-        return self._launch("finish_heads", (-(-rows // 4), shape.n_tokens, 1), 128, [heads, q_out])
+        return self.launch("finish_heads", (-(-rows // 4), shape.n_tokens, 1), 128, [heads, q_out])
 
     def _decode(self, op: ops.Attention, heads: bytes, shape: Shape, *, fused: bool) -> "Launch":
         lanes, at_once, chunks = _decode_shape(op)
         p = self.places
         arguments = heads + Struct("<3Qfi").pack(self.at(op.out), p.partial, p.tickets, op.scale, fused)
-        return self._launch(
+        return self.launch(
             f"attention_decode_{lanes}_{at_once}", (shape.n_splits, op.n_head_kv, chunks), 256, [arguments]
         )
 
@@ -448,7 +480,7 @@ class Lowering:
         )
         tiles = -(-shape.n_tokens * (op.n_head // op.n_head_kv) // rows)
         shared = 2 * (2 * rows + columns) * (width + 8) + 4 * (2 * columns + rows)
-        return self._launch(f"attention_prefill_{width}", (tiles, op.n_head_kv, 1), 2 * rows, [arguments], shared)
+        return self.launch(f"attention_prefill_{width}", (tiles, op.n_head_kv, 1), 2 * rows, [arguments], shared)
 
 
 def _split(group: "Group") -> "tuple[ops.RmsNorm | None, list[Any]]":
@@ -490,6 +522,7 @@ _METHODS: "dict[type, Callable[..., Iterator[Launch]]]" = {
     ops.Concat: Lowering._concat,
     ops.Gate: Lowering._gate,
     ops.SelectRows: Lowering._select_rows,
+    **families.METHODS,
 }
 
 _GROUPS: "dict[str, Callable[..., Iterator[Launch]]]" = {

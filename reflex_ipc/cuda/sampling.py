@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from reflex_ipc.cuda.lower import Places
     from reflex_ipc.sampler import Sampler
 
-CONTROL = Struct("<5ifd")
-"""Tokens in the cache before the step, tokens the step adds, number of the next mail; then what the kernels keep."""
+CONTROL = Struct("<4i24x")
+"""Tokens in the cache before the step, tokens the step adds, number of the next mail, which of the two recurrent states
+is the one before the step; then what the kernels keep, zero at first."""
 _SETTINGS = Struct("<d4Q3d6i")
 _CHANGE = Struct("<d4i")
 _MAIL = Struct("<ifdii20i20ffi")

@@ -38,6 +38,7 @@ inline half2 __floats2half2_rn(float x, float y) { return {half(x), half(y)}; }
 inline float2 __half22float2(half2 x) { return {float(x.x), float(x.y)}; }
 
 #define CUDART_INF_F INFINITY
+#define CUDART_NAN_F NAN
 
 extern dim3_host threadIdx, blockIdx, blockDim, gridDim;
 extern unsigned char emulated_shared[];

@@ -358,7 +358,7 @@ def test_sampling_is_the_hosts(device, kernels, settings, kind, n):
     stream = device.stream()
     sampling = Sampling(device, kernels, stream, n, places)
     host, mine = (Sampler(settings, n, [0, n - 1]) for _ in range(2))
-    stream.to_device(places.control, CONTROL.pack(10, 3, 0, 0, 0, 0.0, 0.0))
+    stream.to_device(places.control, CONTROL.pack(10, 3, 0, 0))
     for i in range(4):
         logits = logits_of(kind, n, rng)
         on_device = cp.asarray(logits)

@@ -46,6 +46,24 @@ __device__ __forceinline__ void load8(float *x, const half *row, int lane, int w
     }
 }
 
+// Positions a block takes: whole steps of the block.
+__device__ __forceinline__ int share_of(int n, int n_splits, int step) {
+    return ((n + n_splits - 1) / n_splits + step - 1) / step * step;
+}
+
+// Asks for the first chunk of this block's keys and values. They are of earlier steps, so it need not wait; should `n` be
+// of an earlier step too, less is asked for than will be read.
+__device__ __forceinline__ void prefetch_rows(const Cache &c, int head, int n, int n_splits, int step) {
+    constexpr int LINE = 128;
+    int share = share_of(n, n_splits, step), begin = min(n, int(blockIdx.x) * share);
+    int rows = min(min(n - begin, share), CHUNK), k_lines = (c.d * 2 + LINE - 1) / LINE, v_lines = (c.d_v * 2 + LINE - 1) / LINE;
+    for (int i = threadIdx.x; i < rows * (k_lines + v_lines); i += THREADS) {
+        int position = begin + i / (k_lines + v_lines), line = i % (k_lines + v_lines);
+        const half *row = line < k_lines ? c.key(position, head) : c.value(position, head);
+        prefetch((const char *)row + (line < k_lines ? line : line - k_lines) * LINE);
+    }
+}
+
 template <int LANES, int HEADS>
 __device__ __forceinline__ void attend(const Decode &a) {
     constexpr int ROWS = WARP / LANES;         // positions a warp takes at a time
@@ -57,14 +75,15 @@ __device__ __forceinline__ void attend(const Decode &a) {
     __shared__ float by_warp[WARPS][SUMMED][LANES * 8];
     __shared__ float maxima[HEADS], sums[HEADS], shrinks[HEADS];
     __shared__ int is_last;
-    wait_for_predecessor();
     const Heads &h = a.h;
     const Cache &c = h.cache;
+    prefetch_rows(c, blockIdx.y, *(volatile const int *)h.past + 1, gridDim.x, STEP);
+    wait_for_predecessor();
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, sub = lane % LANES, row = warp * ROWS + lane / LANES;
     int kv = blockIdx.y, group = h.n_head / c.n_head_kv, first = blockIdx.z * HEADS;
     int heads = min(HEADS, group - first), head0 = kv * group + first;
     int n_splits = gridDim.x, n = *h.past + 1;
-    int share = ((n + n_splits - 1) / n_splits + STEP - 1) / STEP * STEP;
+    int share = share_of(n, n_splits, STEP);
     int begin = min(n, int(blockIdx.x) * share), end = min(n, begin + share);
 
     for (int g = warp; g < HEADS; g += WARPS) {

@@ -17,6 +17,13 @@ __device__ __forceinline__ void wait_for_predecessor() {
 #endif
 }
 
+// Fetch what lies at an address of global memory into the second-level cache.
+__device__ __forceinline__ void prefetch(const void *p) {
+#ifdef __CUDA_ARCH__
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+#endif
+}
+
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int lanes = WARP / 2; lanes; lanes /= 2) x += __shfl_xor_sync(~0u, x, lanes);

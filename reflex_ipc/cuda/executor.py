@@ -355,6 +355,7 @@ class CudaExecutor:
             return
         is_loaded = self._waited == len(self._weights.groups) - 1
         self._lowering.is_dependent = is_loaded and self._lowering.can_depend
+        self._lowering.is_passing = not is_loaded
         made: list[Launch] = []
         for group, launches in self._lowering.launches(shape):
             if group is not None:
@@ -362,6 +363,7 @@ class CudaExecutor:
             for launch in launches:
                 made.append(launch)
                 yield launch
+        self._lowering.is_passing = False
         if is_loaded:
             if len(self._shapes) >= SHAPES:
                 del self._shapes[next(iter(self._shapes))]
@@ -404,12 +406,13 @@ class CudaExecutor:
         sampling = self._sampling
         kind = sampling.kind(sampler)
         sampling.begin(sampler)
-        for launch in sampling.launches(kind, self._logits(self._shape.n_rows - 1), dependent=False):
+        last = self._logits(self._shape.n_rows - 1)
+        for launch in sampling.launches(kind, last, dependent=False, by_mail=False):
             launch()
         number = sampling.queued()
         is_first = True
         while True:
-            sampled = sampling.receive(number, sampler)
+            sampled = sampling.fetch(number, sampler) if is_first else sampling.receive(number, sampler)
             # The step behind this token is under way while the caller has it: but for the first one, which nothing may
             # hold up, for penalties, which the host counts, and where the context ends.
             is_ahead = not is_first and kind != "adjust" and self._n_past < self.n_ctx

@@ -89,7 +89,7 @@ def expert_linear(low: "Lowering", op: ops.ExpertLinear, shape: "Shape") -> "Ite
     n_in, n_out, n_expert = tensor.ne
     n_used = op.routes.width // 2
     experts = linear.Experts(low.at(op.routes), op.routes.width, n_used, tensor.nbytes // n_expert)
-    matrix = linear.Matrix(tensor.type.name, low.weight(op.weight), n_out, low.at(op.out), op.out.width)
+    matrix = linear.Matrix(tensor.type.name, low.weight(op.weight), n_out, low.at(op.out), n_out)
     entry = linear.Input(low.at(op.x), shape.n_tokens, n_in, op.x.width)
     yield from _experts(low, entry, matrix, experts, per_expert=op.x.width != n_in)
 
@@ -97,6 +97,7 @@ def expert_linear(low: "Lowering", op: ops.ExpertLinear, shape: "Shape") -> "Ite
 def _experts(
     low: "Lowering", entry: linear.Input, matrix: linear.Matrix, experts: linear.Experts, *, per_expert: bool
 ) -> "Iterator[Launch]":
+    """A row of `matrix.out` is what one expert computes for one token; rows lie `out_stride` apart."""
     for call in linear.expert_linear(low.limits, entry, matrix, experts, per_expert=per_expert):
         yield low.launch(call.kernel, call.grid, call.block[0], call.arguments, call.shared)
 
@@ -168,7 +169,7 @@ def latent_attention(low: "Lowering", op: ops.LatentAttention, shape: "Shape") -
     # Every head has a matrix of its own: heads are experts, and all of them are used.
     heads = [linear.Experts(p.heads, 0, n_head, tensor.nbytes // n_head) for tensor in (k_b, v_b)]
     entry = linear.Input(plain, n, d_nope, n_head * d_nope)
-    matrix = linear.Matrix(k_b.type.name, low.weight(op.weights[0]), rank, absorbed, n_head * rank)
+    matrix = linear.Matrix(k_b.type.name, low.weight(op.weights[0]), rank, absorbed, rank)
     yield from _experts(low, entry, matrix, heads[0], per_expert=True)
     arguments = _LATENT.pack(
         mixed,
@@ -191,7 +192,7 @@ def latent_attention(low: "Lowering", op: ops.LatentAttention, shape: "Shape") -
     )
     yield low.launch("attention_latent", (n_head, n, 1), 256, [arguments], 4 * op.latent.width)
     entry = linear.Input(mixed, n, rank, n_head * rank)
-    matrix = linear.Matrix(v_b.type.name, low.weight(op.weights[1]), d_v, low.at(op.out), n_head * d_v)
+    matrix = linear.Matrix(v_b.type.name, low.weight(op.weights[1]), d_v, low.at(op.out), d_v)
     yield from _experts(low, entry, matrix, heads[1], per_expert=True)
 
 

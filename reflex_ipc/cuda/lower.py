@@ -165,7 +165,9 @@ class Lowering:
     """Makes launches. `weight(name)` is the address of a tensor.
 
     `is_dependent`: launches may start while the one before still runs. Every kernel waits itself before it reads what
-    another computed; but some read weights before that, so it is for when all weights are there.
+    another computed; but some read weights before that, so it is for when all weights are there. `is_passing`: a
+    launch is used up when the next one is asked for; it is the last one of its kernel with other arguments, which takes
+    a third of the time of a new one.
     """
 
     def __init__(
@@ -189,7 +191,8 @@ class Lowering:
         self.layout = CacheLayout(plan)
         self.multiprocessors = device.attribute(device.MULTIPROCESSORS)
         self.limits = linear.Limits(self.multiprocessors, device.attribute(device.SHARED_PER_BLOCK))
-        self.is_dependent = False
+        self.is_dependent = self.is_passing = False
+        self._last: dict[str, Launch] = {}
         self.can_depend = device.capability >= (9, 0) and not kernels.is_ptx
 
     # Sizes
@@ -232,20 +235,20 @@ class Lowering:
 
     # Launches
 
-    def launches(self, shape: Shape) -> "Iterator[tuple[Group | None, list[Launch]]]":
+    def launches(self, shape: Shape) -> "Iterator[tuple[Group | None, Iterator[Launch]]]":
         """The launches of a step, group by group; the first, of no group, make the rotary tables.
 
         A generator: a launch can be queued before those after it exist.
         """
-        yield None, [self._table(key, shape) for key in self.places.tables]
+        yield None, (self._table(key, shape) for key in self.places.tables)
         for group in self.groups:
             yield group, self.launches_of(group, shape)
 
-    def launches_of(self, group: "Group", shape: Shape) -> "list[Launch]":
+    def launches_of(self, group: "Group", shape: Shape) -> "Iterator[Launch]":
         """The launches of one group."""
         if group.kind == "op":
-            return list(_METHODS[type(group.parts[0])](self, group.parts[0], shape))
-        return list(_GROUPS[group.kind](self, group, shape))
+            return _METHODS[type(group.parts[0])](self, group.parts[0], shape)
+        return _GROUPS[group.kind](self, group, shape)
 
     def at(self, value: "Value") -> int:
         """The address of a value."""
@@ -261,9 +264,18 @@ class Lowering:
     def launch(
         self, name: str, grid: "tuple[int, int, int]", block: int, arguments: "Sequence[Any]", shared: int = 0
     ) -> "Launch":
-        return self.kernels.function(name).prepare(
+        known = self._last.get(name) if self.is_passing else None
+        if known is not None:
+            known.grid, known.block, known.shared = grid, (block, 1, 1), shared
+            for index, value in enumerate(arguments):
+                known.set(index, value)
+            return known
+        made = self.kernels.function(name).prepare(
             grid, (block, 1, 1), arguments, self.stream, shared=shared, dependent=self.is_dependent
         )
+        if self.is_passing:
+            self._last[name] = made
+        return made
 
     def each(self, name: str, out: "Value", shape: Shape, inputs: "Sequence[int]", *more: int) -> "Launch":
         """A kernel of elementwise.cu."""

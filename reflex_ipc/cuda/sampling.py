@@ -6,6 +6,7 @@ next step without the host's doing; the host reads it, with what is reported of 
 
 from struct import Struct
 
+from reflex_ipc.cuda.memory import aligned
 from reflex_ipc.errors import DeviceError, ReflexError
 from reflex_ipc.sampler import Sampled
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from reflex_ipc.cuda.device import Device, Stream
     from reflex_ipc.cuda.launch import Kernels, Launch
     from reflex_ipc.cuda.lower import Places
+    from reflex_ipc.cuda.memory import Pinned
     from reflex_ipc.sampler import Sampler
 
 CONTROL = Struct("<4i24x")
@@ -49,11 +51,12 @@ class Sampling:
         self.n_vocab = n_vocab
         self.places = places
         self.serial = 0
-        self._mailbox = device.pinned(MAILS * _MAIL.size, "the mailbox")
-        self._serials = self._mailbox.view.cast("i")[_MAIL.size // 4 - 1 :: _MAIL.size // 4]
+        self._mailbox: Pinned | None = None
+        self._serials = memoryview(b"")
         sums = 12 * _BLOCKS
-        self._memory = device.allocate(sums + _SETTINGS.size, "sampling")
+        self._memory = device.allocate(sums + aligned(_SETTINGS.size) + MAILS * _MAIL.size, "sampling")
         self._settings = self._memory.address + sums
+        self._letters = self._settings + aligned(_SETTINGS.size)
         self._adjusted = 0
         self._changes = 0
         self._event = device.event()
@@ -111,15 +114,24 @@ class Sampling:
 
     # Launches
 
-    def launches(self, kind: str, logits: int, *, dependent: bool) -> "list[Launch]":
-        """The launches of one choice from the logits at an address."""
+    def launches(self, kind: str, logits: int, *, dependent: bool, by_mail: bool = True) -> "list[Launch]":
+        """The launches of one choice from the logits at an address.
+
+        What is reported goes into the mailbox, for `receive`; without `by_mail` it stays on the device, for `fetch`:
+        page-locked memory takes milliseconds to get, which the first token of a process has not.
+        """
+        if by_mail and self._mailbox is None:
+            self._mailbox = self.device.pinned(MAILS * _MAIL.size, "the mailbox")
+            self._serials = self._mailbox.view.cast("i")[_MAIL.size // 4 - 1 :: _MAIL.size // 4]
         function, stream, n = self.kernels.function, self.stream, self.n_vocab
         adjusted = logits
         if kind == "adjust":
             self._make_room()
             adjusted = self._adjusted
         at = self._memory.address
-        p, mailbox = self.places, self._mailbox.device_address
+        p, mailbox = self.places, self._letters
+        if by_mail and self._mailbox is not None:
+            mailbox = self._mailbox.device_address
         where = (logits, adjusted, p.control, self._settings, mailbox, p.tokens, p.positions)
         sample = (*where, at, at + 4 * _BLOCKS, at + 8 * _BLOCKS, n)
         blocks = min(_BLOCKS, -(-n // 1024))
@@ -162,7 +174,16 @@ class Sampling:
             # A kernel that faults never writes; asking for the event raises its error.
             if spins % SPINS == 0 and self._event.done() and serials[at] != number:
                 raise DeviceError(f"token {sampler.step} never arrived from the device")
-        token, peak, log_sum, best, n_top, *more = _MAIL.unpack_from(self._mailbox.view, at * _MAIL.size)
+        assert self._mailbox is not None
+        return self._opened(self._mailbox.view[at * _MAIL.size : (at + 1) * _MAIL.size], sampler)
+
+    def fetch(self, number: int, sampler: "Sampler") -> Sampled:
+        """The same for a choice that was queued without `by_mail`."""
+        at = self._letters + (number - 1) % MAILS * _MAIL.size
+        return self._opened(self.stream.read(at, _MAIL.size), sampler)
+
+    def _opened(self, mail: "bytes | memoryview", sampler: "Sampler") -> Sampled:
+        token, peak, log_sum, best, n_top, *more = _MAIL.unpack(mail)
         if not -_FLOAT32_MAX <= peak <= _FLOAT32_MAX:
             what = "only minus infinity" if peak < 0 else f"{peak} as the logit of token {best}"
             raise ReflexError(f"the model produced {what} at step {sampler.step}: broken weights or an overflow")

@@ -17,9 +17,13 @@ from reflex_ipc.sampler import Sampler, Sampling
 
 pytestmark = pytest.mark.gpu
 
-EXACT = ["llama", "qwen2", "qwen3", "qwen3-untied"]
-QUANTISED = ["llama-w256-Q4_K_M"]
+DENSE = ["llama", "qwen2", "qwen3", "qwen3-untied"]
+OTHERS = ["qwen3moe", "qwen35", "qwen35moe", "qwen3next", "deepseek3"]
+BOUNDS = {**dict.fromkeys(DENSE, 3e-3), **dict.fromkeys(OTHERS, 1e-2), "deepseek2-lite": 2e-2}
+QUANTISED = ["llama-w256-Q4_K_M", "deepseek3-w256-Q4_K_M", "qwen35-w256-Q4_K_M", "qwen35moe-w256-Q4_K_M"]
+QUANTISED += ["qwen3moe-w256-MXFP4_MOE", "qwen3moe-w256-Q4_K_M"]
 QUANTISED += [f"qwen3-w256-{t}" for t in ("IQ3_S", "IQ4_XS", "Q2_K", "Q4_0", "Q4_K_M", "Q5_K_M", "Q8_0")]
+BOUNDS.update(dict.fromkeys(QUANTISED, 1e-2))
 
 
 class Model:
@@ -68,7 +72,7 @@ def relative_error(actual, expected) -> float:
 
 
 @pytest.mark.parametrize("fuse", [True, False], ids=["fused", "alone"])
-@pytest.mark.parametrize(("name", "bound"), [*((n, 3e-3) for n in EXACT), *((n, 1e-2) for n in QUANTISED)])
+@pytest.mark.parametrize(("name", "bound"), BOUNDS.items())
 def test_logits(fixtures: Path, name: str, bound: float, fuse: bool) -> None:
     with Model(fixtures, name, fuse=fuse) as model:
         whole = model.logits(model.ids)
@@ -81,7 +85,7 @@ def test_logits(fixtures: Path, name: str, bound: float, fuse: bool) -> None:
             assert relative_error(long, model.reference["long_logits"]) <= bound
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", [*DENSE, *OTHERS])
 def test_greedy_answers(fixtures: Path, name: str) -> None:
     with Model(fixtures, name) as model:
         prompt = model.ids[: int(model.reference["prompt_len"])]
@@ -119,7 +123,7 @@ def test_drawn_answers_are_the_host_samplers(fixtures: Path, settings: dict) -> 
             model.executor.forward(Step.text([wanted.id], model.executor.n_past, [0]))
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", [*DENSE, *OTHERS])
 def test_tree_is_each_branch_alone(fixtures: Path, name: str) -> None:
     prompt, branches, alone = [5, 6, 7, 8], [[9, 10, 11], [9, 12], [13]], [3, 4]
     with Model(fixtures, name) as model:
@@ -139,16 +143,17 @@ def test_tree_is_each_branch_alone(fixtures: Path, name: str) -> None:
         assert relative_error(executor.logits()[0], after) <= 3e-3
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3-w256-Q4_K_M"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3-w256-Q4_K_M", *OTHERS])
 @pytest.mark.parametrize("fuse", [False, True], ids=["alone", "fused"])
 def test_every_op_on_the_references_inputs(fixtures: Path, name: str, fuse: bool) -> None:
     with Model(fixtures, name) as model:
         check_ops(model.gguf, model.plan, model.ids[:37], 0, fuse=fuse)
 
 
-def test_an_answer_closed_midway_leaves_its_sequence(fixtures: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "deepseek3"])
+def test_an_answer_closed_midway_leaves_its_sequence(fixtures: Path, name: str) -> None:
     """The step that ran ahead is taken back: what follows sees the tokens reported and no more."""
-    with Model(fixtures, "qwen3") as model:
+    with Model(fixtures, name) as model:
         prompt = model.ids[:16]
         answer = model.answer(prompt, 6, Sampling())
         fed = prompt + [t.id for t in answer[:5]]

@@ -13,7 +13,7 @@ from struct import Struct, pack
 from reflex_ipc.cuda import linear
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.launch import Kernels
-from reflex_ipc.cuda.lower import PAGE, Places
+from reflex_ipc.cuda.places import PAGE, Places
 from reflex_ipc.cuda.sampling import CONTROL, Sampling
 from reflex_ipc.errors import CheckFailedError
 from reflex_ipc.sampler import Sampler

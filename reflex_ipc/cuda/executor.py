@@ -14,8 +14,9 @@ from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.driver import gib
 from reflex_ipc.cuda.fuse import alone, fused
 from reflex_ipc.cuda.launch import Kernels
-from reflex_ipc.cuda.lower import PAGE, Lowering, Places, Shape
+from reflex_ipc.cuda.lower import Lowering
 from reflex_ipc.cuda.memory import aligned
+from reflex_ipc.cuda.places import PAGE, CacheLayout, Places, Shape
 from reflex_ipc.cuda.sampling import CONTROL, Sampling
 from reflex_ipc.cuda.upload import PADDING, Upload
 from reflex_ipc.errors import OutOfMemoryError, ReflexError
@@ -101,8 +102,6 @@ class CudaExecutor:
         opening: "Opening | None" = None,
         fuse: bool = True,
     ) -> None:
-        lower.check(plan)
-        opening = opening or start_driver(index)
         self.n_ctx = n_ctx
         self.plan = plan
         self.timings: dict[str, Any] = {}
@@ -112,6 +111,8 @@ class CudaExecutor:
         self._upload: Upload | None = None
         self._device: Device | None = None
         try:
+            lower.check(plan)
+            opening = opening or start_driver(index)
             weights = Weights(gguf, plan)
             upload = Upload(weights.size)
             upload.order(weights.groups)
@@ -123,14 +124,15 @@ class CudaExecutor:
             if progress is not None:
                 self._report(progress)
         except BaseException:
-            opening.close()
+            if opening is not None:
+                opening.close()
             raise
 
     def _open(
         self, device: "Device", gguf: "GGUF", weights: Weights, upload: Upload, groups: "Any", columns: Columns
     ) -> None:
         plan = self.plan
-        self._layout = lower.CacheLayout(plan)
+        self._layout = CacheLayout(plan)
         self._check_memory(device, gguf, weights.size, columns)
         self._weights = weights
         base = device.allocate(weights.size, "weights").address

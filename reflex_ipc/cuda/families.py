@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from reflex_ipc.cuda.launch import Launch
-    from reflex_ipc.cuda.lower import Lowering, Shape
+    from reflex_ipc.cuda.lower import Lowering
+    from reflex_ipc.cuda.places import Shape
     from reflex_ipc.plan import Plan
 
 LARGEST_KEY = 128  # of the delta rule: kernels/recurrent.cu

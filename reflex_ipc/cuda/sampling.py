@@ -14,8 +14,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from reflex_ipc.cuda.device import Device, Stream
     from reflex_ipc.cuda.launch import Kernels, Launch
-    from reflex_ipc.cuda.lower import Places
     from reflex_ipc.cuda.memory import Pinned
+    from reflex_ipc.cuda.places import Places
     from reflex_ipc.sampler import Sampler
 
 CONTROL = Struct("<4i24x")

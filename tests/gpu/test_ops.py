@@ -8,7 +8,8 @@ import pytest
 
 from reflex_ipc import plan as ops
 from reflex_ipc.cuda.fuse import Group
-from reflex_ipc.cuda.lower import MAX_SPLITS, PAGE, Lowering, Places, Shape
+from reflex_ipc.cuda.lower import MAX_SPLITS, Lowering
+from reflex_ipc.cuda.places import PAGE, Places, Shape
 from reflex_ipc.cuda.sampling import CONTROL, Sampling
 from reflex_ipc.errors import ReflexError
 from reflex_ipc.gguf import TYPES, Tensor

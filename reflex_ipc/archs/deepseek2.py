@@ -64,7 +64,7 @@ def _attention(b: Builder, h: Hparams, rope: Rope, scale: float, x: Value) -> Va
     q = b.rotate(q, "attn_q", h.n_head, rope, offset=d_nope)
     kv = b.linear(a, "attn_kv_a_mqa", rank + rope.n_rot)
     c = b.rms_norm(b.slice(kv, "attn_kv_a_latent", 0, rank), "attn_kv_a_norm", h.eps)
-    k_rope = b.rotate(b.slice(kv, "attn_k_rope", rank, rope.n_rot), "attn_k", 1, rope)
+    k_rope = b.rotate(b.slice(kv, "attn_kv_a_rope", rank, rope.n_rot), "attn_k", 1, rope)
     latent = b.concat(c, k_rope, "attn_latent")
     if b.has("attn_kv_b.weight"):
         weights: tuple[str, ...] = (b.weight("attn_kv_b.weight", rank, h.n_head * (d_nope + d_v)),)

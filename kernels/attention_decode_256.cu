@@ -1,0 +1,4 @@
+// Attention of one token (attention_decode.cuh) for heads of up to 256 numbers.
+#include "attention_decode.cuh"
+
+ATTENTIONS(32)

@@ -1,0 +1,224 @@
+// Attention of the T tokens of a step over the cache, in which the step's own keys and values are already, on tensor
+// cores.
+//
+// Token t of the step, at cache position past + t, sees the positions before `past` and its ancestors in the step: where
+// `mask` is null, all tokens of the step up to itself. Otherwise mask (T, 1 + ceil(T/32)) words: the first is 0 for a
+// token that doesn't see the cache before the step, bit s of the others says whether t sees token s.
+//
+// The rows of a tile are (token, head) pairs of one key head's group, so that short steps fill tiles and keys are read
+// once a group. Grid (ceil(T * group / ROWS), n_head_kv), ROWS / 16 warps. WIDTH is d and d_v rounded up to what is
+// compiled; what lies beyond is zero. Scores are half x half products in float32; q goes in as two halves, high and low,
+// of a row scaled by a power of two, so only the cache's own rounding is lost. Softmax in float32, online.
+#include <math_constants.h>
+
+#include "cache.cuh"
+#include "fragments.cuh"
+
+constexpr float LOG2_E = 1.4426950408889634f;
+
+struct Prefill {
+    const float *q;  // (T, n_head * d), finished
+    float *out;      // (T, n_head * d_v)
+    const uint32_t *mask;
+    const int *past;
+    Cache cache;
+    int n_tokens, n_head;
+    float scale;
+    int unused;
+};
+
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+template <int WIDTH, int ROWS, int COLUMNS>
+struct Tiles {  // what a block shares; the keys of a tile make room for its values
+    half high[ROWS][WIDTH + 8], low[ROWS][WIDTH + 8];
+    half tile[COLUMNS][WIDTH + 8];
+    float key_scales[COLUMNS], value_scales[COLUMNS];
+    float row_scales[ROWS];
+};
+
+// The keys or values of positions start .. start + COLUMNS of one head; rows from `stop` on are zero.
+template <int WIDTH, int COLUMNS, int THREADS>
+__device__ __forceinline__ void load_tile(half (&tile)[COLUMNS][WIDTH + 8], const Cache &c, int head, bool keys, int start,
+                                          int stop) {
+    int width = keys ? c.d : c.d_v;
+    for (int i = threadIdx.x; i < COLUMNS * (WIDTH / 8); i += THREADS) {
+        int row = i / (WIDTH / 8), column = i % (WIDTH / 8) * 8, position = start + row;
+        int4 eight = make_int4(0, 0, 0, 0);
+        if (position < stop && column < width)
+            eight = *(const int4 *)((keys ? c.key(position, head) : c.value(position, head)) + column);
+        *(int4 *)&tile[row][column] = eight;
+    }
+}
+
+template <int WIDTH, int ROWS, int COLUMNS>
+__device__ __forceinline__ void attend(const Prefill &a) {
+    constexpr int WARPS = ROWS / 16, THREADS = WARPS * WARP;
+    extern __shared__ int4 memory[];
+    auto &s = *(Tiles<WIDTH, ROWS, COLUMNS> *)memory;
+    wait_for_predecessor();
+    const Cache &c = a.cache;
+    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, kv = blockIdx.y, group = a.n_head / c.n_head_kv;
+    int row0 = blockIdx.x * ROWS, n_rows = a.n_tokens * group, past = *a.past;
+    int last_token = min(row0 + ROWS, n_rows) - 1;
+    last_token /= group;
+    int end = past + (a.mask ? a.n_tokens : last_token + 1);  // positions that some row of the tile may see
+
+    for (int r = warp; r < ROWS; r += WARPS) {  // q, scaled to below 2^14
+        int row = row0 + r;
+        bool there = row < n_rows;
+        const float *q = a.q + (there ? (row / group * (int64_t)a.n_head + kv * group + row % group) * c.d : 0);
+        float largest = 0.0f;
+        for (int i = lane; i < c.d; i += WARP) largest = fmaxf(largest, fabsf(q[i]));
+        int e = min(max(exponent_of(warp_max(largest)) - 13, -100), 115);
+        float shrink = power_of_two(-e);
+        for (int i = lane; i < WIDTH; i += WARP) {
+            float x = there && i < c.d ? q[i] * shrink : 0.0f;
+            half high = __float2half_rn(x);
+            s.high[r][i] = high;
+            s.low[r][i] = __float2half_rn(x - __half2float(high));
+        }
+        if (lane == 0) s.row_scales[r] = power_of_two(e) * a.scale * LOG2_E;
+    }
+    __syncthreads();
+    int r = warp * 16 + lane / 4;  // this lane has rows r and r + 8 of the tile
+    int tokens[2] = {(row0 + r) / group, (row0 + r + 8) / group};
+    bool rows_there[2] = {row0 + r < n_rows, row0 + r + 8 < n_rows};
+    float row_scales[2] = {s.row_scales[r], s.row_scales[r + 8]};
+    int words = 1 + (a.n_tokens + 31) / 32;
+    const uint32_t *masks[2];
+    for (int i = 0; i < 2; i++) masks[i] = a.mask + (rows_there[i] ? tokens[i] * (int64_t)words : 0);
+    float maxima[2] = {-CUDART_INF_F, -CUDART_INF_F}, sums[2] = {0.0f, 0.0f};
+    float out[WIDTH / 8][4];
+#pragma unroll
+    for (int j = 0; j < WIDTH / 8; j++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) out[j][i] = 0.0f;
+
+    for (int start = 0; start < end; start += COLUMNS) {
+        load_tile<WIDTH, COLUMNS, THREADS>(s.tile, c, kv, true, start, end);
+        for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
+            bool there = start + i < end;
+            s.key_scales[i] = there ? *c.key_scale(start + i, kv) : 0.0f;
+            s.value_scales[i] = there ? *c.value_scale(start + i, kv) : 0.0f;
+        }
+        __syncthreads();
+        float scores[COLUMNS / 8][4];
+#pragma unroll
+        for (int j = 0; j < COLUMNS / 8; j++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) scores[j][i] = 0.0f;
+#pragma unroll
+        for (int k = 0; k < WIDTH; k += 16) {
+            unsigned high[4], low[4];
+            load_matrices(high, &s.high[warp * 16 + lane % 16][k + lane / 16 * 8]);
+            load_matrices(low, &s.low[warp * 16 + lane % 16][k + lane / 16 * 8]);
+#pragma unroll
+            for (int j = 0; j < COLUMNS / 8; j += 2) {
+                unsigned keys[4];
+                load_matrices(keys, &s.tile[j * 8 + lane / 16 * 8 + lane % 8][k + lane / 8 % 2 * 8]);
+                multiply_add(scores[j], low, keys[0], keys[1]);
+                multiply_add(scores[j], high, keys[0], keys[1]);
+                multiply_add(scores[j + 1], low, keys[2], keys[3]);
+                multiply_add(scores[j + 1], high, keys[2], keys[3]);
+            }
+        }
+        __syncthreads();  // the keys are read: room for the values
+        load_tile<WIDTH, COLUMNS, THREADS>(s.tile, c, kv, false, start, end);
+        float largest[2] = {maxima[0], maxima[1]};
+#pragma unroll
+        for (int j = 0; j < COLUMNS / 8; j++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                int half_row = i / 2, column = j * 8 + lane % 4 * 2 + i % 2, position = start + column, own = position - past;
+                bool sees = rows_there[half_row] && position < end;
+                if (a.mask) {
+                    if (sees) sees = own < 0 ? masks[half_row][0] != 0 : masks[half_row][1 + own / 32] >> own % 32 & 1;
+                } else {
+                    sees = sees && own <= tokens[half_row];
+                }
+                float score = sees ? scores[j][i] * row_scales[half_row] * s.key_scales[column] : -CUDART_INF_F;
+                scores[j][i] = score;
+                largest[half_row] = fmaxf(largest[half_row], score);
+            }
+        float shrinks[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            largest[i] = quad_max(largest[i]);
+            float reference = largest[i] == -CUDART_INF_F ? 0.0f : largest[i];
+            shrinks[i] = exp2f(maxima[i] - reference);
+            sums[i] *= shrinks[i];
+            maxima[i] = largest[i];
+            largest[i] = reference;
+        }
+        // Values that were stored with a scale: the weights carry it, within half precision by the tile's largest.
+        float tile_scale = 0.0f;
+        for (int i = 0; i < COLUMNS; i++) tile_scale = fmaxf(tile_scale, s.value_scales[i]);
+        float inverse = 1.0f / tile_scale;
+#pragma unroll
+        for (int j = 0; j < COLUMNS / 8; j++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float weight = exp2f(scores[j][i] - largest[i / 2]);
+                sums[i / 2] += weight;
+                scores[j][i] = weight * (s.value_scales[j * 8 + lane % 4 * 2 + i % 2] * inverse);
+            }
+#pragma unroll
+        for (int j = 0; j < WIDTH / 8; j++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) out[j][i] *= shrinks[i / 2] * inverse;
+        __syncthreads();
+#pragma unroll
+        for (int k = 0; k < COLUMNS; k += 16) {
+            unsigned weights[4] = {pack(scores[k / 8][0], scores[k / 8][1]), pack(scores[k / 8][2], scores[k / 8][3]),
+                                   pack(scores[k / 8 + 1][0], scores[k / 8 + 1][1]),
+                                   pack(scores[k / 8 + 1][2], scores[k / 8 + 1][3])};
+#pragma unroll
+            for (int j = 0; j < WIDTH / 8; j += 2) {
+                unsigned values[4];
+                load_matrices_transposed(values, &s.tile[k + lane % 16][j * 8 + lane / 16 * 8]);
+                multiply_add(out[j], weights, values[0], values[1]);
+                multiply_add(out[j + 1], weights, values[2], values[3]);
+            }
+        }
+        if (tile_scale != 1.0f)
+#pragma unroll
+            for (int j = 0; j < WIDTH / 8; j++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) out[j][i] *= tile_scale;
+        __syncthreads();  // the values are read: room for the next keys
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float divisor = 1.0f / quad_sum(sums[i]);
+        if (!rows_there[i]) continue;
+        int head = kv * group + (row0 + r + 8 * i) % group;
+        float *to = a.out + (tokens[i] * (int64_t)a.n_head + head) * c.d_v;
+#pragma unroll
+        for (int j = 0; j < WIDTH / 8; j++) {
+            int column = j * 8 + lane % 4 * 2;
+            if (column < c.d_v) *(float2 *)(to + column) = make_float2(out[j][2 * i] * divisor, out[j][2 * i + 1] * divisor);
+        }
+    }
+}
+
+#define ATTENTION(WIDTH, ROWS, COLUMNS)                                                                                  \
+    extern "C" __global__ void __launch_bounds__(ROWS * 2, 1)                                                            \
+        attention_prefill_##WIDTH(const __grid_constant__ Prefill a) {                                                   \
+        attend<WIDTH, ROWS, COLUMNS>(a);                                                                                 \
+    }
+
+ATTENTION(32, 64, 64)
+ATTENTION(64, 64, 64)
+ATTENTION(96, 64, 64)
+ATTENTION(128, 64, 64)
+ATTENTION(192, 32, 32)
+ATTENTION(256, 32, 32)

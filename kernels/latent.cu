@@ -1,0 +1,83 @@
+// Multi-head latent attention in absorbed form, over one cached row a token that all heads share: its first `rank` numbers
+// are both key and value, the others key alone.
+//
+//     out[t][h] = sum over the positions s that t sees of softmax(scale * (absorbed[t][h] . c_s + q_rope[t][h] . k_s)) c_s
+#include <math_constants.h>
+
+#include "cache.cuh"
+
+constexpr int THREADS = 256;
+constexpr int WARPS = THREADS / WARP;
+constexpr int CHUNK = 256;
+constexpr int A_THREAD = 4;  // outputs: rank <= A_THREAD * THREADS
+constexpr float LOG2_E = 1.4426950408889634f;
+
+// x (T, width) into the cache behind `past`. One warp a token, one block.
+extern "C" __global__ void store_latent(const __grid_constant__ Cache cache, const float *x, const int *past) {
+    wait_for_predecessor();
+    int position = *past + blockIdx.x;
+    store_row(cache.key(position, 0), cache.key_scale(position, 0), x + blockIdx.x * (int64_t)cache.d, cache.d);
+}
+
+struct Latent {
+    float *out;             // (T, n_head, rank)
+    const float *absorbed;  // (T, n_head, rank)
+    const float *q;         // (T, n_head, d_q): the last d - rank of each head are q_rope
+    const uint32_t *mask;   // as in attention_prefill.cu
+    const int *past;
+    Cache cache;  // n_head_kv = 1, d = rank + d_rope
+    int n_tokens, n_head, rank, d_q;
+    float scale;
+    int unused;
+};
+
+// Grid (n_head, T), THREADS threads; shared: d floats.
+extern "C" __global__ void __launch_bounds__(THREADS) attention_latent(const __grid_constant__ Latent a) {
+    extern __shared__ int4 memory[];
+    __shared__ float scores[CHUNK], room[WARP];
+    float *query = (float *)memory;
+    wait_for_predecessor();
+    int head = blockIdx.x, token = blockIdx.y, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, d = a.cache.d;
+    int past = *a.past, end = past + (a.mask ? a.n_tokens : token + 1);
+    int64_t row = token * (int64_t)a.n_head + head;
+    for (int i = threadIdx.x; i < d; i += THREADS)
+        query[i] = (i < a.rank ? a.absorbed[row * a.rank + i] : a.q[row * a.d_q + a.d_q - d + i]) * (a.scale * LOG2_E);
+    const uint32_t *mask = a.mask ? a.mask + token * (int64_t)(1 + (a.n_tokens + 31) / 32) : nullptr;
+    float mixed[A_THREAD] = {}, largest = -CUDART_INF_F, sum = 0.0f;
+    for (int start = 0; start < end; start += CHUNK) {
+        int stop = min(end, start + CHUNK);
+        __syncthreads();
+        for (int p = start + warp; p < stop; p += WARPS) {
+            const half *key = a.cache.key(p, 0);
+            float score = 0.0f;
+            for (int i = lane; i < d; i += WARP) score += query[i] * __half2float(key[i]);
+            score = warp_sum(score) * *a.cache.key_scale(p, 0);
+            int own = p - past;
+            if (mask && !(own < 0 ? mask[0] : mask[1 + own / 32] >> own % 32 & 1)) score = -CUDART_INF_F;
+            if (lane == 0) scores[p - start] = score;
+        }
+        __syncthreads();
+        float score = threadIdx.x < stop - start ? scores[threadIdx.x] : -CUDART_INF_F;
+        float peak = fmaxf(largest, block_max(score, room));
+        float reference = peak == -CUDART_INF_F ? 0.0f : peak, shrink = exp2f(largest - reference);
+        float weight = exp2f(score - reference);
+        __syncthreads();
+        if (threadIdx.x < stop - start) scores[threadIdx.x] = weight * *a.cache.key_scale(start + threadIdx.x, 0);
+        sum = sum * shrink + block_sum(weight, room);
+        largest = peak;
+        __syncthreads();
+#pragma unroll
+        for (int k = 0; k < A_THREAD; k++) {
+            int i = threadIdx.x + k * THREADS;
+            if (i >= a.rank) break;
+            float value = mixed[k] * shrink;
+            for (int p = start; p < stop; p++) value += scores[p - start] * __half2float(a.cache.key(p, 0)[i]);
+            mixed[k] = value;
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < A_THREAD; k++) {
+        int i = threadIdx.x + k * THREADS;
+        if (i < a.rank) a.out[row * a.rank + i] = mixed[k] / sum;
+    }
+}

@@ -1,0 +1,465 @@
+"""The CUDA backend: a plan's weights on their way to a device, its state there, its launches. See `engine.Executor`.
+
+Making one starts the upload and returns; the first step's launches wait for the weights layer by layer. The first token
+is out before anything that only later ones need is made.
+"""
+
+import math
+import time
+from struct import Struct
+
+from reflex_ipc.cuda import families, lower
+from reflex_ipc.cuda.buffers import Columns
+from reflex_ipc.cuda.device import start_driver
+from reflex_ipc.cuda.driver import gib
+from reflex_ipc.cuda.fuse import alone, fused
+from reflex_ipc.cuda.launch import Kernels
+from reflex_ipc.cuda.lower import Lowering
+from reflex_ipc.cuda.memory import aligned
+from reflex_ipc.cuda.places import PAGE, CacheLayout, Places, Shape
+from reflex_ipc.cuda.sampling import CONTROL, Sampling
+from reflex_ipc.cuda.upload import PADDING, Upload
+from reflex_ipc.errors import OutOfMemoryError, ReflexError
+from reflex_ipc.plan import PARENT_NONE, Step
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from typing import Any
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from reflex_ipc.cuda.device import Device, Opening
+    from reflex_ipc.cuda.fuse import Group
+    from reflex_ipc.cuda.graph import GraphExec
+    from reflex_ipc.cuda.launch import Launch
+    from reflex_ipc.cuda.memory import Memory
+    from reflex_ipc.gguf import GGUF, Tensor
+    from reflex_ipc.plan import Plan
+    from reflex_ipc.sampler import Sampled, Sampler
+
+    Progress = Callable[[str, int, int], None]
+
+SLACK = 1 << 14
+"""Positions beyond the context that have addresses: the branches of a tree lie there while they are computed."""
+LEAST_TOKENS = 64
+"""Rows there is room for at least; more when a step has more."""
+REPORT_EVERY = 0.05  # seconds
+SHAPES = 8
+"""Shapes of steps whose launches are kept."""
+
+
+class Weights:
+    """Where each tensor lies: the file's own bytes in the file's own order, without what nothing reads."""
+
+    def __init__(self, gguf: "GGUF", plan: "Plan") -> None:
+        self.place: dict[str, int] = {}
+        self.group: dict[str, int] = {}
+        at = 0
+        before: Tensor | None = None
+        for tensor in sorted(plan.weights.values(), key=lambda t: (t.shard, t.offset)):
+            gap = tensor.offset - before.offset - before.nbytes if before and before.shard == tensor.shard else -1
+            at = at + gap if 0 <= gap <= PADDING else aligned(at) + tensor.offset % gguf.alignment
+            self.place[tensor.name] = at
+            at += tensor.nbytes
+            before = tensor
+        self.size = at
+        self.groups: list[tuple[int, list[tuple[int, int, int, int]]]] = []
+        scope = None
+        for name, tensor in plan.weights.items():
+            if scope != (scope := _scope(name)) or not self.groups:
+                self.groups.append((len(self.groups), []))
+            self.group[name] = len(self.groups) - 1
+            piece = gguf.shards[tensor.shard].fd, tensor.offset, tensor.nbytes, self.place[name]
+            self.groups[-1][1].append(piece)
+
+
+def _scope(name: str) -> str:
+    """`blk.7.` of a layer's tensor; its name of any other."""
+    return ".".join(name.split(".")[:2]) if name.startswith("blk.") else name
+
+
+class CudaExecutor:
+    """One sequence of one model on one device.
+
+    index: the device. opening: a start of the driver that is already under way. fuse: False runs every op by itself.
+    progress: called with ("weights", bytes done, bytes in all) until all weights are there; without it the constructor
+    returns while they are still coming.
+
+    Raises UnsupportedModelError when a kernel is missing, before anything is done; NoDeviceError when there is no
+    usable device; OutOfMemoryError, with the sum, before anything is copied.
+    """
+
+    def __init__(
+        self,
+        gguf: "GGUF",
+        plan: "Plan",
+        n_ctx: int,
+        index: int = 0,
+        progress: "Progress | None" = None,
+        *,
+        opening: "Opening | None" = None,
+        fuse: bool = True,
+    ) -> None:
+        self.n_ctx = n_ctx
+        self.plan = plan
+        self.timings: dict[str, Any] = {}
+        self._n_past = 0
+        self._parity = 0
+        self._shape = Shape(0, 0)
+        self._upload: Upload | None = None
+        self._device: Device | None = None
+        try:
+            lower.check(plan)
+            opening = opening or start_driver(index)
+            weights = Weights(gguf, plan)
+            upload = Upload(weights.size)
+            upload.order(weights.groups)
+            groups = fused(plan) if fuse else alone(plan)
+            columns = Columns(groups, plan.logits.name)
+            self._device = device = opening.wait()
+            self.timings.update(device.times)
+            self._open(device, gguf, weights, upload, groups, columns)
+            if progress is not None:
+                self._report(progress)
+        except BaseException:
+            if opening is not None:
+                opening.close()
+            raise
+
+    def _open(
+        self, device: "Device", gguf: "GGUF", weights: Weights, upload: Upload, groups: "Any", columns: Columns
+    ) -> None:
+        plan = self.plan
+        self._layout = CacheLayout(plan)
+        self._check_memory(device, gguf, weights.size, columns)
+        self._weights = weights
+        base = device.allocate(weights.size, "weights").address
+        upload.start(device, base)
+        self._upload = upload
+        self._waited = -1
+        self._backed = 0
+        self._kernels = Kernels(device)
+        self._stream = device.stream()
+        self._places = p = Places()
+        self._cache = device.growing(
+            self._layout.pages(self.n_ctx + SLACK) * self._layout.page_bytes, "keys and values"
+        )
+        p.cache = self._cache.address
+        self._columns = columns
+        self._values: Memory | None = None
+        self._inputs: Memory | None = None
+        self._tree: Memory | None = None
+        self._branches: Memory | None = None
+        self._shapes: dict[tuple[int, int, bool, int], list[Launch]] = {}
+        self._graphs: dict[tuple[int, str], GraphExec] = {}
+        self._lowering = Lowering(
+            device, self._kernels, self._stream, plan, groups, columns, p, lambda name: base + weights.place[name]
+        )
+        self._sampling = Sampling(device, self._kernels, self._stream, plan.n_vocab, p)
+        self._fixed()
+        self.reset()
+        self._make_room(LEAST_TOKENS, 1)
+
+    def _check_memory(self, device: "Device", gguf: "GGUF", size: int, columns: Columns) -> None:
+        free, _ = device.memory()
+        cache = self._layout.page_bytes
+        scratch = 4 * (LEAST_TOKENS * columns.width + columns.selected_width) + (64 << 20)
+        if size + cache + scratch > free:
+            raise OutOfMemoryError(
+                f"{gguf.path} needs {gib(size + cache + scratch)} of device memory ({gib(size)} weights, {gib(cache)} "
+                f"cache for {PAGE} tokens, {gib(scratch)} working space); {gib(free)} are free"
+            )
+
+    def _fixed(self) -> None:
+        """What no step changes the size of: rotary frequencies, room for partial results, counters."""
+        p, device = self._places, self._dev()
+        tables = lower.tables_of(self.plan)
+        doubles = {key: rope.frequencies() for key, rope in tables.items()}
+        frequencies = b"".join(Struct(f"<{len(f)}d").pack(*f) for f in doubles.values())
+        heads = families.most_heads(self.plan)
+        counted = Struct(f"<{heads}f").pack(*range(heads))
+        states = {s.name: 4 * math.prod(s.shape) for s in self.plan.states if not s.per_token}
+        partial, tickets = aligned(self._lowering.partial_bytes()), self._lowering.ticket_bytes() + 4
+        sizes = [partial, tickets, len(frequencies), len(counted), *(2 * aligned(size) for size in states.values())]
+        arena = device.arena(sum(map(aligned, sizes)), "partial results and recurrent states")
+        p.partial = arena.take(partial, "partial results")
+        p.tickets = arena.take(tickets, "counters")
+        p.zero = p.tickets + tickets - 4
+        self._stream.fill(p.tickets, 0, tickets)
+        p.heads = arena.take(len(counted), "numbers of heads")
+        if counted:
+            self._stream.to_device(p.heads, counted)
+        for name, size in states.items():
+            p.states[name] = arena.take(2 * aligned(size), name), aligned(size)
+        at = arena.take(len(frequencies), "rotary frequencies")
+        if frequencies:
+            self._stream.to_device(at, frequencies)
+        for key, numbers in doubles.items():
+            p.frequencies[key] = at
+            at += 8 * len(numbers)
+
+    def _make_room(self, n_tokens: int, n_rows: int) -> None:
+        """Buffers for a step of so many tokens and rows. What was there is lost, launches and graphs too."""
+        p = self._places
+        if n_tokens <= p.token_capacity and n_rows <= p.row_capacity:
+            return
+        self._forget()
+        p.token_capacity = max(p.token_capacity, aligned(n_tokens, 64))
+        p.row_capacity = max(p.row_capacity, n_rows)
+        for memory in (self._values, self._inputs):
+            if memory is not None:
+                memory.close()
+        tables = {key: 4 * rope.n_rot * p.token_capacity for key, rope in lower.tables_of(self.plan).items()}
+        values = 4 * self._columns.width * p.token_capacity
+        selected = 4 * self._columns.selected_width * p.row_capacity
+        p.scratch_size = max(
+            self._lowering.linear_scratch(p.token_capacity, p.row_capacity),
+            self._lowering.finished_bytes(p.token_capacity),
+            families.scratch_bytes(self.plan, p.token_capacity),
+        )
+        sizes = [values, selected, p.scratch_size, *tables.values()]
+        self._values = arena = self._dev().arena(sum(map(aligned, sizes)), "working space")
+        p.values = arena.take(values, "activations")
+        p.selected = arena.take(selected, "logits")
+        p.scratch = arena.take(p.scratch_size, "products")
+        for key, size in tables.items():
+            p.tables[key] = arena.take(size, "rotary tables")
+        words = CONTROL.size + 4 * (2 * p.token_capacity + p.row_capacity)
+        self._inputs = inputs = self._dev().allocate(words, "a step's inputs")
+        p.control = inputs.address
+        p.tokens = p.control + CONTROL.size
+        p.positions = p.tokens + 4 * p.token_capacity
+        p.rows = p.positions + 4 * p.token_capacity
+
+    def _forget(self) -> None:
+        self._shapes.clear()
+        for graph in self._graphs.values():
+            graph.close()
+        self._graphs.clear()
+
+    def _dev(self) -> "Device":
+        assert self._device is not None
+        return self._device
+
+    # The sequence
+
+    @property
+    def n_past(self) -> int:
+        return self._n_past
+
+    def reset(self) -> None:
+        self._n_past = 0
+        for at, size in self._places.states.values():
+            self._stream.fill(at + self._parity * size, 0, size)
+
+    def reserve(self, n_tokens: int) -> None:
+        self._back(n_tokens)
+
+    def _back(self, n_tokens: int) -> None:
+        """Put memory behind the cache's first `n_tokens` positions."""
+        if n_tokens <= self._backed:
+            return
+        size = self._layout.pages(n_tokens) * self._layout.page_bytes
+        try:
+            self._cache.ensure(0, size)
+        except OutOfMemoryError as error:
+            free, _ = self._dev().memory()
+            raise OutOfMemoryError(
+                f"a cache for {n_tokens} tokens takes {gib(size)} of device memory, {gib(self._cache.backed)} of it "
+                f"are there; {gib(free)} are free: {error}"
+            ) from None
+        self._backed = self._layout.pages(n_tokens) * PAGE
+
+    # Steps
+
+    def forward(self, step: Step) -> None:
+        shape = self._begin(step)
+        for launch in self._launches(shape):
+            launch()
+        self._advance(step.n_keep)
+        self._shape = shape
+
+    def _advance(self, n: int) -> None:
+        """n tokens more are in the state; a step that keeps some leaves it in the other of the two."""
+        self._n_past += n
+        self._parity ^= n > 0
+
+    def _begin(self, step: Step) -> Shape:
+        """Make room for a step, send what it consists of; its launches are those of the shape returned."""
+        n = len(step.tokens)
+        self._back(self._n_past + n)
+        self._make_room(n, max(1, len(step.rows)))
+        is_tree = step.n_keep != n or any(parent != i - 1 for i, parent in enumerate(step.parents))
+        n_splits = self._lowering.n_splits(self._n_past + 1) if n == 1 and not is_tree else 0
+        self._send(step, is_tree)
+        return Shape(n, len(step.rows), is_tree, n_splits)
+
+    def trace(
+        self, step: Step, feed: "Callable[[Group], Mapping[str, bytes]]"
+    ) -> "Iterator[tuple[Group, dict[str, bytes]]]":
+        """Run a step group by group on values from elsewhere; what `reflex check --diff` is made of.
+
+        `feed(group)` gives the float32 rows of the group's inputs by name; yielded is the group with what it left, in
+        the same form. The cache advances as in `forward`, by the keys and values that were fed.
+        """
+        shape = self._begin(step)
+        for group, launches in self._lowering.launches(shape):
+            if group is not None:
+                self._wait(max((self._weights.group[name] for name in group.weights), default=-1))
+                inputs = feed(group)
+                for value in group.inputs:
+                    self._stream.to_device(self._lowering.at(value), inputs[value.name])
+            for launch in launches:
+                launch()
+            if group is not None:
+                yield (
+                    group,
+                    {
+                        value.name: self._stream.read(
+                            self._lowering.at(value), 4 * value.width * self._lowering.rows(value, shape)
+                        )
+                        for value in group.outputs
+                    },
+                )
+        self._advance(step.n_keep)
+        self._shape = shape
+
+    def _send(self, step: Step, is_tree: bool) -> None:
+        p = self._places
+        n, spare = len(step.tokens), p.token_capacity - len(step.tokens)
+        numbers = Struct(f"<{n}i{4 * spare}x{n}i{4 * spare}x{len(step.rows)}i")
+        control = CONTROL.pack(self._n_past, step.n_keep, self._sampling.serial, self._parity)
+        self._stream.to_device(p.control, control + numbers.pack(*step.tokens, *step.positions, *step.rows))
+        if is_tree:
+            parents, mask = Struct(f"<{n}i{4 * spare}x").pack(*step.parents), _mask(step)
+            self._tree = self._room(self._tree, len(parents) + len(mask), "a tree's ancestors")
+            self._branches = self._room(self._branches, families.branch_bytes(self.plan, n), "a tree's states")
+            p.parents, p.branches = self._tree.address, self._branches.address
+            p.mask = p.parents + len(parents)
+            self._stream.to_device(p.parents, parents + mask)
+
+    def _room(self, memory: "Memory | None", size: int, what: str) -> "Memory":
+        """Memory of at least this size: the one there is, or another, which makes launches that know it worthless."""
+        if memory is not None and memory.size >= size:
+            return memory
+        if memory is not None:
+            memory.close()
+        self._forget()
+        return self._dev().allocate(max(size, 1 << 16), what)
+
+    def _launches(self, shape: Shape) -> "Iterator[Launch]":
+        """A shape's launches, each as soon as it exists and the weights it needs are on their way."""
+        known = self._shapes.get(shape.key)
+        if known is not None:
+            yield from known
+            return
+        is_loaded = self._waited == len(self._weights.groups) - 1
+        self._lowering.is_dependent = is_loaded and self._lowering.can_depend
+        self._lowering.is_passing = not is_loaded
+        made: list[Launch] = []
+        for group, launches in self._lowering.launches(shape):
+            if group is not None:
+                self._wait(max((self._weights.group[name] for name in group.weights), default=-1))
+            for launch in launches:
+                made.append(launch)
+                yield launch
+        self._lowering.is_passing = False
+        if is_loaded:
+            if len(self._shapes) >= SHAPES:
+                del self._shapes[next(iter(self._shapes))]
+            self._shapes[shape.key] = made
+
+    def _wait(self, index: int) -> None:
+        """What is queued from here on finds the weights' group `index`, and those before it, on the device."""
+        while self._waited < index:
+            self._waited += 1
+            assert self._upload is not None
+            self._upload.wait_group(self._stream, self._waited)
+
+    def _report(self, progress: "Progress") -> None:
+        assert self._upload is not None
+        total = int(self._upload.timings["bytes"])  # type: ignore[call-overload]
+        queued = -1
+        while queued < (queued := self._upload.queued) < total:
+            progress("weights", queued, total)
+            time.sleep(REPORT_EVERY)
+        self._upload.join()
+        progress("weights", total, total)
+
+    # Logits
+
+    def logits(self) -> "npt.NDArray[np.float32]":
+        import numpy as np
+
+        n, width = self._shape.n_rows, self.plan.n_vocab
+        raw = self._stream.read(self._logits(0), 4 * n * width)
+        return np.frombuffer(raw, np.float32).reshape(n, width)
+
+    def _logits(self, row: int) -> int:
+        return self._lowering.at(self.plan.logits) + 4 * row * self.plan.n_vocab
+
+    # Decoding
+
+    def decode(self, sampler: "Sampler") -> "Iterator[Sampled]":
+        if not self._shape.n_rows:
+            raise ReflexError("decode was called after a step that computed no logits")
+        sampling = self._sampling
+        kind = sampling.kind(sampler)
+        sampling.begin(sampler)
+        last = self._logits(self._shape.n_rows - 1)
+        for launch in sampling.launches(kind, last, dependent=False, by_mail=False):
+            launch()
+        number = sampling.queued()
+        is_first = True
+        while True:
+            sampled = sampling.fetch(number, sampler) if is_first else sampling.receive(number, sampler)
+            # The step behind this token is under way while the caller has it: but for the first one, which nothing may
+            # hold up, for penalties, which the host counts, and where the context ends.
+            is_ahead = not is_first and kind != "adjust" and self._n_past < self.n_ctx
+            if is_ahead:
+                number = self._queue_token(kind)
+            is_first = False
+            yield sampled
+            if not is_ahead:
+                if kind == "adjust":
+                    sampling.begin(sampler)
+                number = self._queue_token(kind)
+            self._advance(1)
+
+    def _queue_token(self, kind: str) -> int:
+        """Queue the step of the token just sampled and the choice of the next; returns the number of its mail."""
+        self._back(self._n_past + 1)
+        n_splits = self._lowering.n_splits(self._n_past + 1)
+        graph = self._graphs.get((n_splits, kind))
+        if graph is None:
+            launches = [
+                *self._launches(Shape(1, 1, False, n_splits)),
+                *self._sampling.launches(kind, self._logits(0), dependent=self._lowering.can_depend),
+            ]
+            with self._stream.capture() as capture:
+                for launch in launches:
+                    launch()
+            graph = self._graphs[n_splits, kind] = capture.graph.instantiate()
+            capture.graph.close()
+        graph.launch(self._stream)
+        return self._sampling.queued()
+
+    def close(self) -> None:
+        if self._device is not None:
+            self._device.close()
+
+
+def _mask(step: Step) -> bytes:
+    """For every token a word that says whether it sees the cache, then a bit a token of the step that it sees."""
+    size = (len(step.tokens) + 31) // 32 * 4
+    ancestors: list[int] = []
+    sees_cache: list[int] = []
+    for i, parent in enumerate(step.parents):
+        ancestors.append((ancestors[parent] if parent >= 0 else 0) | 1 << i)
+        sees_cache.append(sees_cache[parent] if parent >= 0 else int(parent != PARENT_NONE))
+    return b"".join(
+        sees.to_bytes(4, "little") + bits.to_bytes(size, "little")
+        for sees, bits in zip(sees_cache, ancestors, strict=True)
+    )

@@ -1,0 +1,208 @@
+"""Launches of the ops that only some families have: experts, delta nets, latent attention. See `lower`.
+
+Each function takes the lowering, an op and the step's shape, and yields the op's launches.
+"""
+
+from struct import Struct
+
+from reflex_ipc import plan as ops
+from reflex_ipc.cuda import linear
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+    from reflex_ipc.cuda.launch import Launch
+    from reflex_ipc.cuda.lower import Lowering
+    from reflex_ipc.cuda.places import Shape
+    from reflex_ipc.plan import Plan
+
+LARGEST_KEY = 128  # of the delta rule: kernels/recurrent.cu
+LARGEST_RANK = 1024  # of latent attention: kernels/latent.cu
+
+_ROUTE = Struct("<3Q7if")
+_STEP = Struct("<4Q2i")
+_DELTA = Struct(_STEP.format + "9Q5if")
+_LATENT = Struct("<5QQqiiiI4ifI")
+
+
+def refusal(plan: "Plan", op: "Any") -> str | None:
+    """Why the kernels cannot run this op, or None."""
+    if isinstance(op, ops.DeltaRule) and op.q.width // op.n_head_k > LARGEST_KEY:
+        return f"has keys of {op.q.width // op.n_head_k} numbers; the CUDA kernels take up to {LARGEST_KEY}"
+    if isinstance(op, ops.LatentAttention):
+        if len(op.weights) != 2:
+            return (
+                "has attn_kv_b in one piece, which no CUDA kernel takes; convert the file again, or use --backend cpu"
+            )
+        if op.rank > LARGEST_RANK or op.rank % 8 or op.latent.width % 8:
+            return f"has latents of rank {op.rank}; the CUDA kernels take multiples of 8 up to {LARGEST_RANK}"
+    return None
+
+
+def scratch_bytes(plan: "Plan", n_tokens: int) -> int:
+    """Room that latent attention needs between its launches."""
+    return max(
+        (4 * n_tokens * sum(_parts(plan, op)) for op in plan.ops if isinstance(op, ops.LatentAttention)), default=0
+    )
+
+
+def branch_bytes(plan: "Plan", n_tokens: int) -> int:
+    """Room for the recurrent states behind every token of a tree, of one layer at a time."""
+    sizes = (
+        op.n_head_v * op.q.width // op.n_head_k * op.v.width // op.n_head_v
+        for op in plan.ops
+        if isinstance(op, ops.DeltaRule)
+    )
+    return 4 * n_tokens * max(sizes, default=0)
+
+
+def most_heads(plan: "Plan") -> int:
+    """Heads that latent attention numbers."""
+    return max((op.n_head for op in plan.ops if isinstance(op, ops.LatentAttention)), default=0)
+
+
+# Experts
+
+
+def route(low: "Lowering", op: ops.Route, shape: "Shape") -> "Iterator[Launch]":
+    n_expert = op.logits.width
+    arguments = _ROUTE.pack(
+        low.at(op.out),
+        low.at(op.logits),
+        low.weight(op.bias) if op.bias else 0,
+        n_expert,
+        op.n_used,
+        op.n_group,
+        op.n_group_used,
+        op.gating == "softmax",
+        op.top2,
+        op.normalise,
+        op.scale,
+    )
+    shared = 4 * (2 * n_expert + op.n_group)
+    yield low.launch("route", (shape.n_tokens, 1, 1), 32, [arguments], shared)
+
+
+def expert_linear(low: "Lowering", op: ops.ExpertLinear, shape: "Shape") -> "Iterator[Launch]":
+    tensor = low.plan.weights[op.weight]
+    n_in, n_out, n_expert = tensor.ne
+    n_used = op.routes.width // 2
+    experts = linear.Experts(low.at(op.routes), op.routes.width, n_used, tensor.nbytes // n_expert)
+    matrix = linear.Matrix(tensor.type.name, low.weight(op.weight), n_out, low.at(op.out), n_out)
+    entry = linear.Input(low.at(op.x), shape.n_tokens, n_in, op.x.width)
+    yield from _experts(low, entry, matrix, experts, per_expert=op.x.width != n_in)
+
+
+def _experts(
+    low: "Lowering", entry: linear.Input, matrix: linear.Matrix, experts: linear.Experts, *, per_expert: bool
+) -> "Iterator[Launch]":
+    """A row of `matrix.out` is what one expert computes for one token; rows lie `out_stride` apart."""
+    for call in linear.expert_linear(low.limits, entry, matrix, experts, per_expert=per_expert):
+        yield low.launch(call.kernel, call.grid, call.block[0], call.arguments, call.shared)
+
+
+def expert_sum(low: "Lowering", op: ops.ExpertSum, shape: "Shape") -> "Iterator[Launch]":
+    yield low.each("expert_sum", op.out, shape, [low.at(op.x), low.at(op.routes)], op.out.width, op.routes.width // 2)
+
+
+# Delta nets
+
+
+def _step(low: "Lowering", state: str, shape: "Shape") -> bytes:
+    at, size = low.places.states[state]
+    p = low.places
+    return _STEP.pack(p.control, p.parents if shape.is_tree else 0, at, at + size, shape.n_tokens, 0)
+
+
+def conv(low: "Lowering", op: ops.Conv, shape: "Shape") -> "Iterator[Launch]":
+    width, kernel = op.x.width, low.plan.weights[op.weight].ne[0]
+    arguments = [_step(low, op.state, shape), low.at(op.out), low.at(op.x), low.weight(op.weight), width, kernel]
+    yield low.launch("conv", (-(-width // 128), shape.n_tokens, 1), 128, arguments)
+
+
+def l2_norm(low: "Lowering", op: ops.L2Norm, shape: "Shape") -> "Iterator[Launch]":
+    width = op.x.width // op.n_group
+    grid = (shape.n_tokens * op.n_group, 1, 1)
+    yield low.launch("l2_norm", grid, low.row_block(width), [low.at(op.out), low.at(op.x), width, op.eps])
+
+
+def delta_rule(low: "Lowering", op: ops.DeltaRule, shape: "Shape") -> "Iterator[Launch]":
+    d_k, d_v = op.q.width // op.n_head_k, op.v.width // op.n_head_v
+    arguments = _step(low, op.state, shape) + Struct("<9Q5if").pack(
+        low.at(op.out),
+        *(low.at(value) for value in (op.q, op.k, op.v, op.alpha, op.beta)),
+        low.weight(op.dt),
+        low.weight(op.decay),
+        low.places.branches,
+        op.n_head_k,
+        op.n_head_v,
+        d_k,
+        d_v,
+        op.tiled,
+        d_k**-0.5,
+    )
+    compiled = next(n for n in (32, 64, 128) if n >= d_k)
+    yield low.launch(f"delta_rule_{compiled}", (op.n_head_v, -(-d_v // 16), 1), 32, [arguments])
+
+
+# Latent attention
+
+
+def _parts(plan: "Plan", op: ops.LatentAttention) -> tuple[int, int, int]:
+    """Numbers a token of the queries' unrotated parts, of them absorbed, and of the mixed latents."""
+    return op.n_head * plan.weights[op.weights[0]].ne[0], op.n_head * op.rank, op.n_head * op.rank
+
+
+def latent_attention(low: "Lowering", op: ops.LatentAttention, shape: "Shape") -> "Iterator[Launch]":
+    n, n_head, rank, p = shape.n_tokens, op.n_head, op.rank, low.places
+    k_b, v_b = (low.plan.weights[name] for name in op.weights)
+    d_nope, d_v, d_q = k_b.ne[0], v_b.ne[1], op.q.width // n_head
+    plain = p.scratch
+    absorbed = plain + 4 * n * n_head * d_nope
+    mixed = absorbed + 4 * n * n_head * rank
+    layer, page_bytes = low.cache_of(op.state)
+    cache = Struct("<QqiiiI").pack(layer, page_bytes, 1, op.latent.width, 0, 0)
+    yield low.launch("store_latent", (n, 1, 1), 32, [cache, low.at(op.latent), p.control])
+    numbers = n * n_head * d_nope
+    yield low.launch("slice", low.wide(numbers), 256, [plain, low.at(op.q), numbers, d_q, 0, d_nope])
+    # Every head has a matrix of its own: heads are experts, and all of them are used.
+    heads = [linear.Experts(p.heads, 0, n_head, tensor.nbytes // n_head) for tensor in (k_b, v_b)]
+    entry = linear.Input(plain, n, d_nope, n_head * d_nope)
+    matrix = linear.Matrix(k_b.type.name, low.weight(op.weights[0]), rank, absorbed, rank)
+    yield from _experts(low, entry, matrix, heads[0], per_expert=True)
+    arguments = _LATENT.pack(
+        mixed,
+        absorbed,
+        low.at(op.q),
+        p.mask if shape.is_tree else 0,
+        p.control,
+        layer,
+        page_bytes,
+        1,
+        op.latent.width,
+        0,
+        0,
+        n,
+        n_head,
+        rank,
+        d_q,
+        op.scale,
+        0,
+    )
+    yield low.launch("attention_latent", (n_head, n, 1), 256, [arguments], 4 * op.latent.width)
+    entry = linear.Input(mixed, n, rank, n_head * rank)
+    matrix = linear.Matrix(v_b.type.name, low.weight(op.weights[1]), d_v, low.at(op.out), d_v)
+    yield from _experts(low, entry, matrix, heads[1], per_expert=True)
+
+
+METHODS: "dict[type, Callable[..., Iterator[Launch]]]" = {
+    ops.Route: route,
+    ops.ExpertLinear: expert_linear,
+    ops.ExpertSum: expert_sum,
+    ops.Conv: conv,
+    ops.L2Norm: l2_norm,
+    ops.DeltaRule: delta_rule,
+    ops.LatentAttention: latent_attention,
+}

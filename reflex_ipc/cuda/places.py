@@ -1,0 +1,104 @@
+"""What launches are made for and from: the shape of a step, addresses on the device, the layout of the cache."""
+
+from reflex_ipc import plan as ops
+from reflex_ipc.cuda.memory import aligned
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from reflex_ipc.plan import Plan
+
+PAGE = 256
+"""Positions of a page of the cache: kernels/cache.cuh."""
+
+
+class Shape:
+    """What launches depend on: tokens, rows that want logits, whether `parents` form a tree, the blocks that share the
+    positions of one head in decoding (0 for a prompt)."""
+
+    __slots__ = ("is_tree", "n_rows", "n_splits", "n_tokens")
+
+    def __init__(self, n_tokens: int, n_rows: int, is_tree: bool = False, n_splits: int = 0) -> None:
+        self.n_tokens = n_tokens
+        self.n_rows = n_rows
+        self.is_tree = is_tree
+        self.n_splits = n_splits
+
+    @property
+    def key(self) -> tuple[int, int, bool, int]:
+        return self.n_tokens, self.n_rows, self.is_tree, self.n_splits
+
+
+class Places:
+    """Addresses on the device of everything that is not a weight."""
+
+    __slots__ = (
+        "branches",
+        "cache",
+        "control",
+        "frequencies",
+        "heads",
+        "mask",
+        "parents",
+        "partial",
+        "positions",
+        "row_capacity",
+        "rows",
+        "scratch",
+        "scratch_size",
+        "selected",
+        "states",
+        "tables",
+        "tickets",
+        "token_capacity",
+        "tokens",
+        "values",
+        "zero",
+    )
+
+    def __init__(self) -> None:
+        for name in self.__slots__:
+            setattr(self, name, 0)
+        self.tables: dict[tuple[Any, ...], int] = {}
+        self.frequencies: dict[tuple[Any, ...], int] = {}
+        self.states: dict[str, tuple[int, int]] = {}  # address and bytes of the first of two
+
+    values: int  # (columns, token_capacity) float32 in all
+    selected: int  # (columns, row_capacity)
+    token_capacity: int
+    row_capacity: int
+    tokens: int  # (token_capacity) int32, and so positions
+    positions: int
+    rows: int  # (row_capacity) int32
+    parents: int  # (token_capacity) int32, of a tree; then the mask: a row a token of 1 + ceil(T/32) words
+    mask: int
+    branches: int  # recurrent states behind the tokens of a tree, a layer at a time
+    heads: int  # the numbers 0, 1, 2 ... in float32: heads as if they were experts
+    control: int  # its first word is the number of tokens in the cache
+    cache: int
+    partial: int
+    tickets: int
+    zero: int  # a word that is 0
+    scratch: int
+    scratch_size: int
+
+
+class CacheLayout:
+    """Where each layer's keys and values lie within a page of PAGE positions."""
+
+    def __init__(self, plan: "Plan") -> None:
+        self.offsets: dict[str, int] = {}  # by the name of the state of keys or latents
+        self.page_bytes = 0
+        for op in plan.ops:
+            if isinstance(op, ops.Attention):
+                self.offsets[op.k_state] = self.page_bytes
+                rows = 2 * (op.k.width + op.v.width) + 2 * 4 * op.n_head_kv
+                self.page_bytes += aligned(PAGE * rows)
+            elif isinstance(op, ops.LatentAttention):
+                self.offsets[op.state] = self.page_bytes
+                self.page_bytes += aligned(PAGE * (2 * op.latent.width + 2 * 4))
+
+    def pages(self, n_tokens: int) -> int:
+        """Pages that hold `n_tokens`."""
+        return -(-n_tokens // PAGE)

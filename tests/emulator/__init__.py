@@ -1,0 +1,57 @@
+"""A device that is a program: the kernels' own sources compiled for the host, run by a driver of ours, thread by turn.
+
+What the compiler for devices does with them remains for a device to show, as does everything asynchronous; that the
+arithmetic, the indices and the order of launches are right shows here.
+"""
+
+from pathlib import Path
+from struct import Struct
+
+from reflex_ipc.cuda import linear
+
+TYPES = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+TYPES += ["IQ4_NL", "IQ4_XS", "MXFP4", "IQ3_S", "IQ2_S", "IQ3_XXS", "IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M"]
+"""As naive.cpp numbers them."""
+
+_MATRIX = Struct("<5Q4i")
+_NAIVE = Struct("<3Q8ifi")
+NAIVE_LINE = f"naive_linear naive.cubin b8[{_NAIVE.size + 4 * _MATRIX.size}]@0\n"
+
+
+def naive_linear(
+    limits: linear.Limits,
+    x: linear.Input,
+    matrices: list[linear.Matrix],
+    scratch: int = 0,
+    *,
+    swiglu: bool = False,
+    experts: linear.Experts | None = None,
+    per_expert: bool = False,
+) -> list[linear.Call]:
+    """In place of `linear.linear`: one launch of one thread."""
+    ids, stride, n_used, size = experts or (0, 0, 1, 0)
+    data = _NAIVE.pack(
+        x.address, x.norm, ids, x.n, x.width, x.stride, len(matrices), swiglu, n_used, stride, per_expert, x.eps, 0
+    )
+    for m in matrices:
+        data += _MATRIX.pack(m.weight, m.out, m.bias, m.residual, size, TYPES.index(m.type), m.n_out, m.out_stride, 0)
+    data += bytes(_MATRIX.size * (4 - len(matrices)))
+    return [linear.Call("naive_linear", (1, 1, 1), (1, 1, 1), 0, (data,))]
+
+
+def naive_experts(
+    limits: linear.Limits, x: linear.Input, matrix: linear.Matrix, experts: linear.Experts, *, per_expert: bool
+) -> list[linear.Call]:
+    """In place of `linear.expert_linear`."""
+    return naive_linear(limits, x, [matrix], experts=experts, per_expert=per_expert)
+
+
+def kernels(kernels_txt: Path, where: Path) -> Path:
+    """A directory like reflex_ipc/cuda/lib for the emulated device."""
+    text = kernels_txt.read_text()
+    target = where / "lib" / "sm_90a"
+    target.mkdir(parents=True)
+    (target / "kernels.txt").write_text(text + NAIVE_LINE)
+    for line in (text + NAIVE_LINE).splitlines()[1:]:
+        (target / line.split()[1]).write_bytes(b"\x7fELF")
+    return where / "lib"

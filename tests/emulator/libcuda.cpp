@@ -1,0 +1,217 @@
+// A libcuda that runs kernels, one thread after the other, on the host: everything at once, in the order of the calls.
+#include "cuda_host.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include <functional>
+#include <vector>
+
+dim3_host threadIdx, blockIdx, blockDim, gridDim;
+unsigned char emulated_shared[256 << 10] __attribute__((aligned(256)));
+std::map<std::string, std::pair<Emulated, int>> &emulated() {
+    static std::map<std::string, std::pair<Emulated, int>> kernels;
+    return kernels;
+}
+
+// --- fibers -----------------------------------------------------------------------------------------------------------
+
+extern "C" void switch_fiber(void **from, void *to);
+asm(R"(
+.globl switch_fiber
+switch_fiber:
+    push %rbp; push %rbx; push %r12; push %r13; push %r14; push %r15
+    mov %rsp, (%rdi)
+    mov %rsi, %rsp
+    pop %r15; pop %r14; pop %r13; pop %r12; pop %rbx; pop %rbp
+    ret
+)");
+
+namespace {
+struct Fiber { void *stack_pointer; char *stack; bool is_done; dim3_host index; int waits_for_block, waits_for_warp; };
+constexpr size_t STACK = 64 << 10;
+std::vector<Fiber> fibers;
+void *scheduler;
+int running;
+const std::function<void()> *body;
+struct WarpState { int arrived, alive; int generation; unsigned char slots[32 * 32]; };
+std::vector<WarpState> warps;
+int block_arrived, block_alive, block_generation;
+
+void yield() {
+    int me = running;
+    switch_fiber(&fibers[me].stack_pointer, scheduler);
+    running = me;
+    threadIdx = fibers[me].index;
+}
+void release_warp(WarpState &w) { if (w.alive && w.arrived == w.alive) { w.arrived = 0; w.generation++; } }
+void release_block() { if (block_alive && block_arrived == block_alive) { block_arrived = 0; block_generation++; } }
+
+void fiber_main() {
+    (*body)();
+    Fiber &f = fibers[running];
+    f.is_done = true;
+    WarpState &w = warps[running / 32];
+    w.alive--; block_alive--;
+    release_warp(w); release_block();
+    void *dead;
+    switch_fiber(&dead, scheduler);
+    abort();
+}
+
+void run_block(unsigned threads) {
+    if (fibers.size() < threads) {
+        size_t old = fibers.size();
+        fibers.resize(threads);
+        for (size_t i = old; i < threads; i++)
+            fibers[i].stack = (char *)mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    }
+    warps.assign((threads + 31) / 32, WarpState{});
+    block_arrived = block_generation = 0; block_alive = threads;
+    for (unsigned i = 0; i < threads; i++) {
+        Fiber &f = fibers[i];
+        void **top = (void **)(f.stack + STACK - 64);
+        *--top = nullptr;
+        *--top = (void *)fiber_main;
+        for (int k = 0; k < 6; k++) *--top = nullptr;
+        f.stack_pointer = top; f.is_done = false;
+        f.index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y};
+        warps[i / 32].alive++;
+    }
+    for (bool some = true; some;) {
+        some = false;
+        for (unsigned i = 0; i < threads; i++)
+            if (!fibers[i].is_done) {
+                some = true;
+                running = i;
+                threadIdx = fibers[i].index;
+                switch_fiber(&scheduler, fibers[i].stack_pointer);
+            }
+    }
+}
+}  // namespace
+
+void __syncthreads() {
+    int generation = block_generation;
+    block_arrived++;
+    release_block();
+    while (block_generation == generation) yield();
+}
+void __syncwarp(unsigned) {
+    WarpState &w = warps[running / 32];
+    int generation = w.generation;
+    w.arrived++;
+    release_warp(w);
+    while (w.generation == generation) yield();
+}
+void *warp_slots() { return warps[running / 32].slots; }
+
+// --- the driver -------------------------------------------------------------------------------------------------------
+
+struct Config { unsigned grid[3], block[3], shared; void *stream, *attributes; unsigned count; };
+struct Queued { Emulated f; Config config; std::vector<std::vector<unsigned char>> values; };
+static std::vector<Queued> *recording;
+
+static void launch(const Queued &q) {
+    gridDim = {q.config.grid[0], q.config.grid[1], q.config.grid[2]};
+    blockDim = {q.config.block[0], q.config.block[1], q.config.block[2]};
+    std::vector<void *> pointers;
+    for (auto &v : q.values) pointers.push_back((void *)v.data());
+    std::function<void()> work = [&] { q.f(pointers.data()); };
+    body = &work;
+    for (unsigned z = 0; z < gridDim.z; z++)
+        for (unsigned y = 0; y < gridDim.y; y++)
+            for (unsigned x = 0; x < gridDim.x; x++) {
+                blockIdx = {x, y, z};
+                memset(emulated_shared, 0xff, sizeof emulated_shared);
+                run_block(blockDim.x * blockDim.y * blockDim.z);
+            }
+}
+
+struct Function { Emulated f; std::vector<int> sizes; };
+static std::map<std::string, std::vector<int>> sizes_of;
+
+extern "C" {
+void emulator_kernel(const char *name, const int *sizes, int n) { sizes_of[name] = std::vector<int>(sizes, sizes + n); }
+int cuInit(unsigned) { return 0; }
+int cuDriverGetVersion(int *v) { *v = 13000; return 0; }
+int cuGetErrorName(int, const char **s) { *s = "CUDA_ERROR_EMULATED"; return 0; }
+int cuGetErrorString(int, const char **s) { *s = "emulated"; return 0; }
+int cuDeviceGetCount(int *n) { *n = 1; return 0; }
+int cuDeviceGet(int *d, int) { *d = 0; return 0; }
+int cuDeviceGetName(char *s, int n, int) { snprintf(s, n, "emulated"); return 0; }
+int cuDeviceGetAttribute(int *v, int a, int) {
+    *v = a == 75 ? 9 : a == 76 ? 0 : a == 16 ? 4 : a == 97 ? 232448 : a == 102 ? 1 : 0;
+    return 0;
+}
+int cuDeviceGetPCIBusId(char *s, int n, int) { snprintf(s, n, "none"); return 0; }
+int cuDeviceTotalMem_v2(size_t *n, int) { *n = 1ull << 33; return 0; }
+int cuDevicePrimaryCtxRetain(void **c, int) { *c = (void *)1; return 0; }
+int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
+int cuCtxSetCurrent(void *) { return 0; }
+int cuCtxSynchronize() { return 0; }
+int cuMemGetInfo_v2(size_t *f, size_t *t) { *f = *t = 1ull << 33; return 0; }
+int cuMemAlloc_v2(uint64_t *p, size_t n) { *p = (uint64_t)aligned_alloc(256, (n + 255) / 256 * 256); memset((void *)*p, 0xff, n); return 0; }
+int cuMemFree_v2(uint64_t p) { free((void *)p); return 0; }
+int cuMemHostAlloc(void **p, size_t n, unsigned) { *p = aligned_alloc(256, (n + 255) / 256 * 256); return 0; }
+int cuMemFreeHost(void *p) { free(p); return 0; }
+int cuMemHostGetDevicePointer_v2(uint64_t *d, void *p, unsigned) { *d = (uint64_t)p; return 0; }
+int cuMemHostRegister_v2(void *, size_t, unsigned) { return 0; }
+int cuMemHostUnregister(void *) { return 0; }
+int cuMemcpyHtoDAsync_v2(uint64_t d, const void *s, size_t n, void *) { memcpy((void *)d, s, n); return 0; }
+int cuMemcpyDtoHAsync_v2(void *d, uint64_t s, size_t n, void *) { memcpy(d, (void *)s, n); return 0; }
+int cuMemcpyDtoDAsync_v2(uint64_t d, uint64_t s, size_t n, void *) { memcpy((void *)d, (void *)s, n); return 0; }
+int cuMemsetD8Async(uint64_t d, unsigned char v, size_t n, void *) { memset((void *)d, v, n); return 0; }
+int cuMemAddressReserve(uint64_t *p, size_t n, size_t, uint64_t, uint64_t) {
+    *p = (uint64_t)mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return 0;
+}
+int cuMemAddressFree(uint64_t p, size_t n) { munmap((void *)p, n); return 0; }
+int cuMemGetAllocationGranularity(size_t *g, void *, int) { *g = 2 << 20; return 0; }
+int cuMemCreate(uint64_t *h, size_t, void *, uint64_t) { *h = 1; return 0; }
+int cuMemRelease(uint64_t) { return 0; }
+int cuMemMap(uint64_t p, size_t n, size_t, uint64_t, uint64_t) { memset((void *)p, 0xff, n); return 0; }
+int cuMemUnmap(uint64_t, size_t) { return 0; }
+int cuMemSetAccess(uint64_t, size_t, void *, size_t) { return 0; }
+int cuStreamCreate(void **s, unsigned) { *s = (void *)1; return 0; }
+int cuStreamDestroy_v2(void *) { return 0; }
+int cuStreamSynchronize(void *) { return 0; }
+int cuStreamWaitEvent(void *, void *, unsigned) { return 0; }
+int cuStreamBeginCapture_v2(void *, int) { recording = new std::vector<Queued>; return 0; }
+int cuStreamEndCapture(void *, void **g) { *g = recording; recording = nullptr; return 0; }
+int cuEventCreate(void **e, unsigned) { *e = (void *)1; return 0; }
+int cuEventDestroy_v2(void *) { return 0; }
+int cuEventRecord(void *, void *) { return 0; }
+int cuEventQuery(void *) { return 0; }
+int cuEventSynchronize(void *) { return 0; }
+int cuEventElapsedTime(float *t, void *, void *) { *t = 0; return 0; }
+int cuModuleLoadDataEx(void **m, const void *, unsigned, void *, void *) { *m = (void *)1; return 0; }
+int cuModuleUnload(void *) { return 0; }
+int cuModuleGetFunction(void **f, void *, const char *name) {
+    auto it = emulated().find(name);
+    if (it == emulated().end()) return 500;
+    *f = new Function{it->second.first, sizes_of[name]};
+    return 0;
+}
+int cuFuncGetParamInfo(void *f, size_t i, size_t *offset, size_t *size) {
+    auto &sizes = ((Function *)f)->sizes;
+    if (i >= sizes.size()) return 1;
+    *offset = 0; *size = sizes[i];
+    return 0;
+}
+int cuFuncGetAttribute(int *v, int, void *) { *v = 0; return 0; }
+int cuFuncSetAttribute(void *, int, int) { return 0; }
+int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void *, int, size_t) { *n = 1; return 0; }
+int cuLaunchKernelEx(const Config *c, void *f, void **p, void **) {
+    auto &function = *(Function *)f;
+    Queued q{function.f, *c, {}};
+    for (size_t i = 0; i < function.sizes.size(); i++) q.values.emplace_back((unsigned char *)p[i], (unsigned char *)p[i] + function.sizes[i]);
+    if (recording) recording->push_back(q); else launch(q);
+    return 0;
+}
+int cuGraphInstantiateWithFlags(void **e, void *g, uint64_t) { *e = new std::vector<Queued>(*(std::vector<Queued> *)g); return 0; }
+int cuGraphLaunch(void *e, void *) { for (auto &q : *(std::vector<Queued> *)e) launch(q); return 0; }
+int cuGraphDestroy(void *g) { delete (std::vector<Queued> *)g; return 0; }
+int cuGraphExecDestroy(void *g) { delete (std::vector<Queued> *)g; return 0; }
+}

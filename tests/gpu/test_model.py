@@ -1,0 +1,195 @@
+"""Whole models on the device: logits against the reference files, greedy answers, trees, the same bits twice."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from reflex_ipc import archs
+from reflex_ipc.check import check_ops
+from reflex_ipc.cuda.executor import CudaExecutor
+from reflex_ipc.errors import OutOfMemoryError
+from reflex_ipc.gguf import GGUF
+from reflex_ipc.plan import PARENT_NONE, Step
+from reflex_ipc.sampler import Sampler, Sampling
+
+pytestmark = pytest.mark.gpu
+
+DENSE = ["llama", "qwen2", "qwen3", "qwen3-untied"]
+OTHERS = ["qwen3moe", "qwen35", "qwen35moe", "qwen3next", "deepseek3"]
+BOUNDS = {**dict.fromkeys(DENSE, 3e-3), **dict.fromkeys(OTHERS, 1e-2), "deepseek2-lite": 2e-2}
+QUANTISED = ["llama-w256-Q4_K_M", "deepseek3-w256-Q4_K_M", "qwen35-w256-Q4_K_M", "qwen35moe-w256-Q4_K_M"]
+QUANTISED += ["qwen3moe-w256-MXFP4_MOE", "qwen3moe-w256-Q4_K_M"]
+QUANTISED += [f"qwen3-w256-{t}" for t in ("IQ3_S", "IQ4_XS", "Q2_K", "Q4_0", "Q4_K_M", "Q5_K_M", "Q8_0")]
+BOUNDS.update(dict.fromkeys(QUANTISED, 1e-2))
+
+
+class Model:
+    """A fixture on the device, with its reference."""
+
+    def __init__(self, fixtures: Path, name: str, *, fuse: bool = True) -> None:
+        folder, suffix = ("quantised", "") if "-w256-" in name else ("exact", "-f16")
+        self.reference = np.load(fixtures / folder / f"{name}{suffix}.npz")
+        self.gguf = GGUF.open(fixtures / folder / f"{name}{suffix}.gguf")
+        self.plan = archs.build(self.gguf)
+        self.executor = CudaExecutor(self.gguf, self.plan, self.plan.n_ctx_train, fuse=fuse)
+        self.ids = self.reference["ids"].tolist()
+
+    def __enter__(self) -> "Model":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.executor.close()
+        self.gguf.close()
+
+    def logits(self, ids, rows=None, sizes=None) -> np.ndarray:
+        """Logits of a text, in steps of these sizes."""
+        self.executor.reset()
+        self.executor.reserve(len(ids))
+        found, start = [], 0
+        for size in sizes or [len(ids)]:
+            self.executor.forward(Step.text(ids[start : start + size], start, range(size) if rows is None else rows))
+            found.append(self.executor.logits())
+            start += size
+        return np.concatenate(found)
+
+    def answer(self, prompt, n, settings) -> list:
+        self.executor.reset()
+        self.executor.reserve(len(prompt) + n)
+        self.executor.forward(Step.text(prompt, 0, [len(prompt) - 1]))
+        tokens = self.executor.decode(Sampler(settings, self.plan.n_vocab, prompt))
+        found = [next(tokens) for _ in range(n)]
+        tokens.close()
+        assert self.executor.n_past == len(prompt) + n - 1
+        return found
+
+
+def relative_error(actual, expected) -> float:
+    expected = expected.astype(np.float64)
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "alone"])
+@pytest.mark.parametrize(("name", "bound"), BOUNDS.items())
+def test_logits(fixtures: Path, name: str, bound: float, fuse: bool) -> None:
+    with Model(fixtures, name, fuse=fuse) as model:
+        whole = model.logits(model.ids)
+        assert relative_error(whole, model.reference["logits"]) <= bound
+        assert relative_error(model.logits(model.ids, sizes=[1] * 48), model.reference["logits"]) <= bound
+        assert relative_error(model.logits(model.ids, sizes=[7, 1, 20, 20]), whole) <= bound
+        assert (model.logits(model.ids) == whole).all()
+        if "long_ids" in model.reference:
+            long = model.logits(model.reference["long_ids"].tolist(), model.reference["long_rows"].tolist())
+            assert relative_error(long, model.reference["long_logits"]) <= bound
+
+
+@pytest.mark.parametrize("name", [*DENSE, *OTHERS])
+def test_greedy_answers(fixtures: Path, name: str) -> None:
+    with Model(fixtures, name) as model:
+        prompt = model.ids[: int(model.reference["prompt_len"])]
+        expected = model.reference["greedy"].tolist()
+        answer = model.answer(prompt, len(expected), Sampling())
+        close = np.flatnonzero(model.reference["greedy_gap"] < 1e-3)
+        n = int(close[0]) if len(close) else len(expected)
+        assert n > 8
+        assert [t.id for t in answer][:n] == expected[:n]
+        assert model.answer(prompt, len(expected), Sampling()) == answer
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.8, "seed": 5},
+        {"temperature": 0.7, "seed": 9, "top_k": 50, "top_p": 0.8, "min_p": 0.02, "top_logprobs": 5},
+        {"repeat_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.3, "repeat_last_n": -1},
+        {"temperature": 1.0, "seed": 3, "logit_bias": {5: 10.0, 7: -100.0}, "presence_penalty": 1.0},
+    ],
+    ids=str,
+)
+def test_drawn_answers_are_the_host_samplers(fixtures: Path, settings: dict) -> None:
+    """The device's draws, one step ahead of the caller, against the host's from the device's logits."""
+    with Model(fixtures, "qwen3") as model:
+        prompt = model.ids[:16]
+        answer = model.answer(prompt, 32, Sampling(**settings))
+        model.executor.reset()
+        model.executor.forward(Step.text(prompt, 0, [15]))
+        sampler = Sampler(Sampling(**settings), model.plan.n_vocab, prompt)
+        for got in answer:
+            wanted = sampler.sample(model.executor.logits()[-1])
+            assert got.id == wanted.id
+            assert got.logprob == pytest.approx(wanted.logprob, abs=1e-5)
+            model.executor.forward(Step.text([wanted.id], model.executor.n_past, [0]))
+
+
+@pytest.mark.parametrize("name", [*DENSE, *OTHERS])
+def test_tree_is_each_branch_alone(fixtures: Path, name: str) -> None:
+    prompt, branches, alone = [5, 6, 7, 8], [[9, 10, 11], [9, 12], [13]], [3, 4]
+    with Model(fixtures, name) as model:
+        expected = [model.logits(prompt + branch)[4:] for branch in branches] + [model.logits(alone)]
+        after = model.logits([*prompt, 20])[-1]
+        executor = model.executor
+        executor.reset()
+        executor.forward(Step.text(prompt[:2], 0, []))
+        tokens = [*prompt[2:], 9, 10, 11, 12, 13, *alone]
+        parents = [-1, 0, 1, 2, 3, 2, 1, PARENT_NONE, 7]
+        executor.forward(Step(tokens, [2, 3, 4, 5, 6, 5, 4, 0, 1], parents, range(len(tokens)), 2))
+        tree = executor.logits()
+        rows = [tree[[2, 3, 4]], tree[[2, 5]], tree[[6]], tree[[7, 8]]]
+        for actual, wanted in zip(rows, expected, strict=True):
+            assert relative_error(actual, wanted) <= 1e-3
+        executor.forward(Step.text([20], executor.n_past, [0]))
+        assert relative_error(executor.logits()[0], after) <= 3e-3
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3-w256-Q4_K_M", *OTHERS])
+@pytest.mark.parametrize("fuse", [False, True], ids=["alone", "fused"])
+def test_every_op_on_the_references_inputs(fixtures: Path, name: str, fuse: bool) -> None:
+    with Model(fixtures, name) as model:
+        check_ops(model.gguf, model.plan, model.ids[:37], 0, fuse=fuse)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "deepseek3"])
+def test_an_answer_closed_midway_leaves_its_sequence(fixtures: Path, name: str) -> None:
+    """The step that ran ahead is taken back: what follows sees the tokens reported and no more."""
+    with Model(fixtures, name) as model:
+        prompt = model.ids[:16]
+        answer = model.answer(prompt, 6, Sampling())
+        fed = prompt + [t.id for t in answer[:5]]
+        model.executor.forward(Step.text([77], model.executor.n_past, [0]))
+        actual = model.executor.logits()[0]
+        assert relative_error(actual, model.logits([*fed, 77])[-1]) <= 3e-3
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_sum(fixtures: Path) -> None:
+    with Model(fixtures, "qwen3") as model, pytest.raises(OutOfMemoryError, match="device memory"):
+        executor = model.executor
+        executor.n_ctx = 1 << 40
+        executor.reserve(1 << 32)
+
+
+def test_the_first_token_needs_no_numpy(fixtures: Path) -> None:
+    program = """
+import sys
+from reflex_ipc import archs
+from reflex_ipc.cuda.executor import CudaExecutor
+from reflex_ipc.gguf import GGUF
+from reflex_ipc.plan import Step
+from reflex_ipc.sampler import Sampler, Sampling
+gguf = GGUF.open(sys.argv[1])
+plan = archs.build(gguf)
+executor = CudaExecutor(gguf, plan, 64)
+executor.reserve(20)
+executor.forward(Step.text(range(16), 0, [15]))
+print(next(executor.decode(Sampler(Sampling(temperature=1.0, seed=1, top_p=0.9), plan.n_vocab, range(16)))).id)
+executor.close()
+for line in open("/proc/self/maps"):
+    assert not any(name in line for name in ("cudart", "cublas", "nvrtc")), line
+heavy = {"numpy", "gguf", "jinja2", "cupy", "json", "dataclasses"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    path = fixtures / "exact" / "qwen3-f16.gguf"
+    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().isdigit()

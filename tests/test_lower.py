@@ -1,0 +1,250 @@
+"""From plan to launches without a device: what is fused, where values lie, and what the executor asks of the driver.
+
+The driver is the fake one, which checks handles, parameter sizes, the bounds of every copy, and what is given back.
+"""
+
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from fakecuda import Fake
+
+from reflex_ipc import archs
+from reflex_ipc.cuda import launch, lower
+from reflex_ipc.cuda.buffers import Columns
+from reflex_ipc.cuda.device import start_driver
+from reflex_ipc.cuda.executor import CudaExecutor, Weights, _mask
+from reflex_ipc.cuda.fuse import alone, fused
+from reflex_ipc.errors import DeviceError, OutOfMemoryError, ReflexError, UnsupportedModelError
+from reflex_ipc.gguf import GGUF
+from reflex_ipc.plan import PARENT_NONE, Step, inputs
+
+pytest_plugins = ["fakecuda.fixtures"]
+
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3-untied", "qwen3moe", "qwen35", "qwen35moe", "qwen3next"]
+FAMILIES += ["deepseek2-lite", "deepseek3"]
+KERNELS = Path(launch.LIB) / "sm_90a" / "kernels.txt"
+
+needs_kernels = pytest.mark.skipif(not KERNELS.exists(), reason="the kernels are not built: kernels/build.py all")
+
+
+def plan_of(fixtures: Path, name: str):
+    with GGUF.open(fixtures / "exact" / f"{name}-f16.gguf") as gguf:
+        return archs.build(gguf)
+
+
+# Plans
+
+
+@pytest.mark.parametrize("how", [alone, fused])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_groups_compute_every_op_once_and_before_it_is_read(fixtures: Path, name: str, how) -> None:
+    plan = plan_of(fixtures, name)
+    groups = how(plan)
+    assert sorted(op.name for group in groups for op in group.parts) == sorted(op.name for op in plan.ops)
+    known: set[str] = set()
+    for group in groups:
+        assert {value.name for value in group.inputs} <= known
+        inside = set(known)
+        for op in group.parts:
+            assert {value.name for value in inputs(op)} <= inside
+            inside.add(op.out.name)
+        known.update(value.name for value in group.outputs)
+    assert plan.logits.name in known
+
+
+def test_a_dense_layer_is_five_groups(fixtures: Path) -> None:
+    groups = [group for group in fused(plan_of(fixtures, "qwen3")) if group.name.startswith("blk.1.")]
+    assert [group.kind for group in groups] == ["linears", "attention", "linear_add", "swiglu", "linear_add"]
+    assert [len(group.parts) for group in groups] == [4, 5, 2, 4, 2]
+
+
+@pytest.mark.parametrize("how", [alone, fused])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_values_that_live_at_once_lie_apart(fixtures: Path, name: str, how) -> None:
+    plan = plan_of(fixtures, name)
+    groups = how(plan)
+    columns = Columns(groups, plan.logits.name)
+    last_read = {value.name: i for i, group in enumerate(groups) for value in group.inputs}
+    last_read[plan.logits.name] = len(groups)
+    alive: list[tuple[bool, int, int, str]] = []
+    for i, group in enumerate(groups):
+        for value in group.outputs:
+            start, stop = columns.start[value.name], columns.start[value.name] + value.width
+            assert start % 64 == 0
+            assert stop <= (columns.selected_width if value.selected else columns.width)
+            for selected, other, end, who in alive:
+                assert selected != value.selected or stop <= other or start >= end, (value.name, who)
+            alive.append((value.selected, start, stop, value.name))
+        alive = [room for room in alive if last_read.get(room[3], i) > i]
+    assert columns.width <= 3 * plan.peak_width() + 64 * 20
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weights_keep_the_files_alignment_and_order(fixtures: Path, name: str) -> None:
+    with GGUF.open(fixtures / "exact" / f"{name}-f16.gguf") as gguf:
+        plan = archs.build(gguf)
+        weights = Weights(gguf, plan)
+    rooms = sorted((weights.place[t.name], t.nbytes) for t in plan.weights.values())
+    assert all(at + size <= after for (at, size), (after, _) in pairwise(rooms))
+    assert rooms[-1][0] + rooms[-1][1] == weights.size
+    assert all(at % gguf.alignment == 0 for at, _ in rooms)
+    order = [weights.group[name] for name in plan.weights]
+    assert order == sorted(order)
+    assert [index for index, _ in weights.groups] == list(range(order[-1] + 1))
+
+
+def test_a_tree_becomes_bits() -> None:
+    step = Step([0] * 5, [0] * 5, [-1, 0, 0, PARENT_NONE, 3], [], 1)
+    words = memoryview(_mask(step)).cast("I").tolist()
+    assert words == [1, 0b1, 1, 0b11, 1, 0b101, 0, 0b1000, 0, 0b11000]
+
+
+def test_what_has_no_kernel_is_refused_by_name(fixtures: Path) -> None:
+    plan = plan_of(fixtures, "qwen3")
+    attention = next(op for op in plan.ops if type(op).__name__ == "Attention")
+    odd = attention._replace(k=attention.k._replace(width=12 * attention.n_head_kv))
+    ops = tuple(odd if op is attention else op for op in plan.ops)
+    with pytest.raises(UnsupportedModelError, match=r"blk\.0\.attn has keys of 12 numbers"):
+        lower.check(plan._replace(ops=ops))
+    tensor = plan.weights["blk.0.attn_norm.weight"]
+    other = plan.weights["blk.0.attn_q.weight"].type
+    weights = {**plan.weights, tensor.name: tensor._replace(type=other)}
+    with pytest.raises(UnsupportedModelError, match=r"tensor blk\.0\.attn_norm\.weight is F16"):
+        lower.check(plan._replace(weights=weights))
+
+
+# The executor
+
+
+@pytest.fixture
+def model(fixtures: Path):
+    with GGUF.open(fixtures / "exact" / "qwen3-f16.gguf") as gguf:
+        yield gguf, archs.build(gguf)
+
+
+def opened(fake: Fake, model, **options) -> CudaExecutor:
+    gguf, plan = model
+    return CudaExecutor(gguf, plan, plan.n_ctx_train, opening=start_driver(0, fake.path), **options)
+
+
+@pytest.fixture
+def kernels(fake: Fake, monkeypatch) -> None:
+    fake.c.fake_kernels(str(KERNELS).encode())
+    monkeypatch.setattr("reflex_ipc.cuda.upload.usable_cpus", lambda: 4)  # the ring, whatever the machine
+
+
+def use(executor: CudaExecutor) -> None:
+    """Every kind of step."""
+    executor.reserve(100)
+    executor.forward(Step.text(range(40), 0, [39]))
+    executor.forward(Step.text([1], 40, [0]))
+    executor.forward(Step([1, 2, 3], [41, 42, 42], [-1, 0, 0], [1, 2], 1))
+    executor.forward(Step.text(range(70), 42, range(70)))
+    executor.logits()
+
+
+@needs_kernels
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "alone"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_step_keeps_to_the_drivers_rules(fake: Fake, kernels, fixtures: Path, name: str, fuse: bool) -> None:
+    fake.set(deferred=1)
+    with GGUF.open(fixtures / "exact" / f"{name}-f16.gguf") as gguf:
+        executor = opened(fake, (gguf, archs.build(gguf)), fuse=fuse)
+        use(executor)
+        assert executor.n_past == 112
+        executor.close()
+    launched = {line.split()[1] for line in fake.log if line.startswith("cuLaunchKernelEx")}
+    assert {"attention_prefill_32", "attention_latent"} & launched
+
+
+@needs_kernels
+def test_a_known_shape_allocates_nothing(fake: Fake, kernels, model) -> None:
+    executor = opened(fake, model)
+    use(executor)
+    executor.reset()
+    before = len(fake.log)
+    use(executor)
+    names = {line.split()[0] for line in fake.log[before:]}
+    executor.close()
+    assert names <= {"cuLaunchKernelEx", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuStreamSynchronize"}
+
+
+@needs_kernels
+def test_layers_wait_for_their_weights_in_order(fake: Fake, kernels, model) -> None:
+    executor = opened(fake, model)
+    executor.reserve(8)
+    before = len(fake.log)
+    executor.forward(Step.text(range(5), 0, [4]))
+    log = [line.split() for line in fake.log[before:]]
+    executor.close()
+    waits = [i for i, line in enumerate(log) if line[0] == "cuStreamWaitEvent"]
+    launches = [i for i, line in enumerate(log) if line[0] == "cuLaunchKernelEx"]
+    # The embedding, every layer, the last norm with the tied output: there are launches behind each.
+    runs = sum(any(a < i < b for i in launches) for a, b in zip(waits, [*waits[1:], len(log)], strict=True))
+    assert runs == executor.plan.n_layer + 2
+    assert waits[-1] > launches[len(launches) // 2]
+
+
+@needs_kernels
+def test_too_little_memory_is_refused_before_the_upload(fake: Fake, kernels, model) -> None:
+    fake.set(memory=1 << 20)
+    with pytest.raises(OutOfMemoryError, match=r"needs .* of device memory \(.* weights, .* cache .*; .* are free"):
+        opened(fake, model)
+    assert not any(line.startswith("cuMemcpyHtoD") for line in fake.log)
+
+
+@needs_kernels
+def test_every_driver_call_failing_in_turn_is_a_typed_error(fake: Fake, kernels, model) -> None:
+    executor = opened(fake, model)
+    use(executor)
+    executor.close()
+    calls = fake.calls
+    fake.reset()
+    for n in range(1, calls, 7):
+        fake.fail(n=n, code=700)
+        executor = None
+        try:
+            executor = opened(fake, model)
+            use(executor)
+        except (DeviceError, OutOfMemoryError):
+            pass
+        finally:
+            try:
+                if executor is not None:
+                    executor.close()
+            except ReflexError:
+                pass
+        assert fake.violations == []
+        assert fake.leaks == [], n
+        fake.reset()
+
+
+@needs_kernels
+def test_the_cuda_path_needs_no_numpy(fake: Fake, fixtures: Path) -> None:
+    program = """
+import sys
+from reflex_ipc import archs
+from reflex_ipc.cuda.device import start_driver
+opening = start_driver(0, sys.argv[1])
+from reflex_ipc.cuda.executor import CudaExecutor
+from reflex_ipc.gguf import GGUF
+from reflex_ipc.plan import Step
+gguf = GGUF.open(sys.argv[2])
+executor = CudaExecutor(gguf, archs.build(gguf), 64, opening=opening)
+executor.reserve(16)
+executor.forward(Step.text(range(16), 0, [15]))
+executor.close()
+print(sorted({"numpy", "gguf", "jinja2", "cupy", "orjson", "json", "dataclasses", "argparse"} & set(sys.modules)))
+"""
+    path = fixtures / "exact" / "qwen3-f16.gguf"
+    done = subprocess.run(
+        [sys.executable, "-c", program, fake.path, str(path)],
+        env={"FAKECUDA_KERNELS": str(KERNELS), "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

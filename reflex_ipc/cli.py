@@ -13,7 +13,7 @@ from reflex_ipc import __version__
 from reflex_ipc.environment import complete_site, model_path
 from reflex_ipc.errors import InputOutputError, InvalidRequestError, OutOfMemoryError, ReflexError
 from reflex_ipc.stops import DEFAULT_MAX_TOKENS
-from reflex_ipc.terminal import read_prompt, say, warn, write
+from reflex_ipc.terminal import read_prompt, say, say_why_cpu, warn, write
 
 if TYPE_CHECKING:
     from reflex_ipc.engine import Engine, Progress
@@ -318,7 +318,22 @@ def _backend(parser: ArgumentParser) -> None:
         "-c", "--context", type=_positive, metavar="N", help="tokens that prompt and answer may have (model's)"
     )
     parser.add_argument("--backend", choices=("auto", "cuda", "cpu"), default="auto", help="where to run (auto)")
+    _device(parser)
     parser.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (all)")
+
+
+def _device(parser: ArgumentParser) -> None:
+    parser.add_argument("--device", type=_natural, default=0, metavar="N", help="which CUDA device (0)")
+
+
+def _smoke_arguments(parser: ArgumentParser) -> None:
+    _device(parser)
+
+
+def _check_arguments(parser: ArgumentParser) -> None:
+    _model(parser)
+    parser.add_argument("--diff", action="store_true", help="op by op, and stop at the first that differs")
+    _device(parser)
 
 
 def _sampling(parser: ArgumentParser) -> None:
@@ -399,10 +414,12 @@ def _opener(arguments: Namespace) -> "Callable[..., Engine]":
         engine = Engine.open(
             model,
             backend=arguments.backend,
+            device=arguments.device,
             context=arguments.context,
             threads=arguments.threads,
             progress=progress,
         )
+        say_why_cpu(engine)
         warn(engine.tokenizer)
         return engine
 
@@ -449,6 +466,19 @@ def _tokenize(arguments: Namespace) -> int:
     return 0
 
 
+def _smoke(arguments: Namespace) -> int:
+    from reflex_ipc.smoke import smoke
+
+    return smoke(arguments)
+
+
+def _check(arguments: Namespace) -> int:
+    from reflex_ipc.check import check
+
+    complete_site()
+    return check(arguments)
+
+
 def _doctor(arguments: Namespace) -> int:
     from reflex_ipc import doctor
 
@@ -480,6 +510,8 @@ COMMANDS: dict[str, Command] = {
     "uds": ("the same on a Unix socket", _uds_arguments, _uds),
     "tokenize": ("show the tokens of a text", _tokenize_arguments, _tokenize),
     "doctor": ("say what this machine and this package offer, and what to do about it", _doctor_arguments, _doctor),
+    "smoke": ("run every kernel family of the device on small inputs", _smoke_arguments, _smoke),
+    "check": ("compare the device with the reference, for one model", _check_arguments, _check),
     "inspect": ("show what is in a model file and what a run needs", _inspect_arguments, _inspect),
 }
 """Name -> what it does, its options, the function that does it and returns the exit code."""

@@ -1,7 +1,7 @@
 """Token ids in, token ids out: one model, one sequence, one request at a time.
 
 `Engine` opens a model on a backend; `Generation` is one answer under way. Text meets ids only at their borders, by the
-file's own tokenizer. Nothing here knows what an executor runs on.
+file's own tokenizer. What an executor runs on is chosen in `_executor` and nowhere known after it.
 """
 
 import os
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from reflex_ipc import archs
 from reflex_ipc.environment import complete_site, model_path
-from reflex_ipc.errors import ContextOverflowError, DeviceError, InvalidRequestError, ModelFileError
+from reflex_ipc.errors import ContextOverflowError, InvalidRequestError, ModelFileError, UnsupportedModelError
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.plan import PREFILL_CHUNK, Plan, Step
 from reflex_ipc.sampler import Sampled, Sampler, Sampling
@@ -23,8 +23,12 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from reflex_ipc.chat import ChatTemplate
+    from reflex_ipc.cuda.device import Opening
     from reflex_ipc.scoring import Scores, Scoring
 
+
+DEVICE_NODES = ("/dev/nvidiactl", "/dev/dxg")
+"""Where there is an NVIDIA device, one of these is there, too."""
 
 Progress = Callable[[str, int, int], None]
 """Called while a model opens with a phase, what is done of it, and the total."""
@@ -92,6 +96,7 @@ class Engine:
         self._running: Generation | None = None
         self._template: ChatTemplate | None = None
         self._closed = False
+        self.why_cpu: str | None = None
 
     @classmethod
     def open(
@@ -99,34 +104,42 @@ class Engine:
         path: str | os.PathLike[str],
         *,
         backend: str = "auto",
+        device: int = 0,
         context: int | None = None,
         threads: int | None = None,
         progress: Progress | None = None,
     ) -> "Engine":
         """Open a model: the path of a GGUF file, or the name of an installed demo model.
 
-        `backend` is "auto", "cuda" or "cpu"; `context` the tokens that prompt and answer may have together, the
+        `backend` is "auto", "cuda" or "cpu", `device` the number of a CUDA device; "auto" uses the CPU where there is
+        no usable device, and `why_cpu` says why. `context` is the tokens that prompt and answer may have together, the
         model's own maximum by default. Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError,
         ContextOverflowError.
         """
         began = time.perf_counter()
-        gguf = GGUF.open(model_path(path) if isinstance(path, str) else path)
+        opening = _start_driver(backend, device)
+        gguf: GGUF | None = None
         try:
+            gguf = GGUF.open(model_path(path) if isinstance(path, str) else path)
             tokenizer = Tokenizer.from_gguf(gguf)
             header = time.perf_counter()
             plan = archs.build(gguf)
             _check_vocabulary(gguf, tokenizer, plan)
             n_ctx = _context(gguf, plan, context)
             planned = time.perf_counter()
-            executor, name = _executor(gguf, plan, n_ctx, backend, threads, progress)
+            executor, name, why = _executor(gguf, plan, n_ctx, opening, backend, threads, progress)
         except BaseException:
-            gguf.close()
+            if opening is not None:
+                opening.close()
+            if gguf is not None:
+                gguf.close()
             raise
         engine = cls(gguf, tokenizer, plan, executor, name)
+        engine.why_cpu = why
         engine.timings = {
             "header_ms": (header - began) * 1e3,
             "plan_ms": (planned - header) * 1e3,
-            "weights_ms": (time.perf_counter() - planned) * 1e3,
+            "executor_ms": (time.perf_counter() - planned) * 1e3,
         }
         if context is not None:
             try:
@@ -496,14 +509,43 @@ def _context(gguf: GGUF, plan: Plan, context: int | None) -> int:
     return context
 
 
+def _start_driver(backend: str, device: int) -> "Opening | None":
+    """The driver's start in a thread, before anything else is done; None where no device can be used."""
+    if backend not in ("auto", "cuda", "cpu"):
+        raise InvalidRequestError(f"the backend is {backend!r}; known are auto, cuda and cpu", "backend")
+    if backend == "cpu" or (backend == "auto" and not any(os.path.exists(node) for node in DEVICE_NODES)):
+        return None
+    from reflex_ipc.cuda import device as cuda
+    from reflex_ipc.cuda.launch import shipped
+
+    if backend == "auto" and not shipped():
+        return None
+    return cuda.start_driver(device)
+
+
 def _executor(
-    gguf: GGUF, plan: Plan, n_ctx: int, backend: str, threads: int | None, progress: Progress | None
-) -> tuple[Executor, str]:
-    """The executor that `backend` names and the name of what was chosen."""
-    if backend == "cuda":
-        raise DeviceError("this build of the package has no CUDA kernels; use the CPU backend")
-    if backend not in ("auto", "cpu"):
-        raise InvalidRequestError(f"the backend is {backend!r}; known are auto, cuda and cpu")
+    gguf: GGUF,
+    plan: Plan,
+    n_ctx: int,
+    opening: "Opening | None",
+    backend: str,
+    threads: int | None,
+    progress: Progress | None,
+) -> tuple[Executor, str, str | None]:
+    """The executor that `backend` names, the name of what was chosen, and why, where that is not the device."""
+    why: str | None = None
+    if opening is not None:
+        from reflex_ipc.cuda.driver import NoDeviceError
+        from reflex_ipc.cuda.executor import CudaExecutor
+
+        try:
+            return CudaExecutor(gguf, plan, n_ctx, progress=progress, opening=opening), "cuda", None
+        except (NoDeviceError, UnsupportedModelError) as error:
+            if backend == "cuda":
+                raise
+            why = str(error)
+    elif backend == "auto":
+        why = "no NVIDIA device" if not any(map(os.path.exists, DEVICE_NODES)) else "this package has no kernels"
     complete_site()
     from reflex_ipc.reference.executor import ReferenceExecutor
 
@@ -511,4 +553,4 @@ def _executor(
         if progress is not None:
             progress("weights", done, total)
 
-    return ReferenceExecutor(gguf, plan, n_ctx, threads, report), "cpu"
+    return ReferenceExecutor(gguf, plan, n_ctx, threads, report), "cpu", why

@@ -9,7 +9,7 @@ from reflex_ipc.engine import Engine, Generation
 from reflex_ipc.errors import DeadlineError
 from reflex_ipc.sampler import Sampling
 from reflex_ipc.stops import StopStrings
-from reflex_ipc.terminal import prompt_or_messages, say, template_arguments, valid_text, warn, write
+from reflex_ipc.terminal import prompt_or_messages, say, say_why_cpu, template_arguments, valid_text, warn, write
 
 
 def run(arguments: Namespace) -> int:
@@ -33,9 +33,11 @@ def run(arguments: Namespace) -> int:
         arguments.model,
         backend=arguments.backend,
         context=arguments.context,
+        device=arguments.device,
         threads=arguments.threads,
-        progress=progress,
+        progress=None if deadline is None else progress,
     ) as engine:
+        say_why_cpu(engine)
         if arguments.verbose:
             say(f"{engine.gguf.path}: {engine.plan.arch}, {engine.plan.n_layer} layers, backend {engine.backend}")
         generation = engine.generate(

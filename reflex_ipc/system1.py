@@ -10,6 +10,7 @@ from reflex_ipc.terminal import (
     prompt_or_messages,
     read_prompt,
     say,
+    say_why_cpu,
     template_arguments,
     valid_text,
     visible,
@@ -33,8 +34,13 @@ def run(arguments: Namespace) -> int:
     candidates = _candidates(arguments)
     prompt = prompt_or_messages(arguments)
     with Engine.open(
-        arguments.model, backend=arguments.backend, context=arguments.context, threads=arguments.threads
+        arguments.model,
+        backend=arguments.backend,
+        device=arguments.device,
+        context=arguments.context,
+        threads=arguments.threads,
     ) as engine:
+        say_why_cpu(engine)
         if isinstance(prompt, str):
             _warn_of_glued(prompt + arguments.join, candidates)
         elif engine.template.is_fallback:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from reflex_ipc.errors import InputOutputError, InvalidRequestError
 
 if TYPE_CHECKING:
+    from reflex_ipc.engine import Engine
     from reflex_ipc.tokenizer import Tokenizer
 
 LONGEST_TEXT = 256 << 20
@@ -137,6 +138,12 @@ def visible(text: str) -> str:
 
 def template_arguments(arguments: Namespace) -> dict[str, Any]:
     return {"enable_thinking": False} if arguments.no_thinking else {}
+
+
+def say_why_cpu(engine: "Engine") -> None:
+    """A run that was not asked to be on the CPU says that it is, and why."""
+    if engine.why_cpu is not None:
+        say(f"{engine.why_cpu}: running on the CPU")
 
 
 def warn(tokenizer: "Tokenizer") -> None:

@@ -15,6 +15,7 @@ from reflex_ipc.cuda import launch, linear
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.plan import PARENT_NONE, Step
+from reflex_ipc.reference.executor import ReferenceExecutor
 from reflex_ipc.reference.ops import States
 from reflex_ipc.reference.weights import Weights
 from reflex_ipc.sampler import Sampler, Sampling
@@ -127,3 +128,22 @@ def test_drawn_answers_are_the_host_samplers(opened, settings: dict) -> None:
         assert (got.id, [t for t, _ in got.top]) == (wanted.id, [t for t, _ in wanted.top])
         assert got.logprob == pytest.approx(wanted.logprob, abs=1e-5)
         executor.forward(Step.text([wanted.id], executor.n_past, [0]))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen35", "deepseek3"])
+def test_scores_are_the_references(opened, name: str) -> None:
+    """A tree of candidates after a prompt: the log-probabilities the reference has, and the prompt's state after it."""
+    executor, gguf, _ = opened(name)
+    reference = ReferenceExecutor(gguf, executor.plan, 256)
+    reference.reserve(64)
+    tokens, positions = [5, 6, 7, 9, 10, 12, 3, 4], [0, 1, 2, 3, 4, 3, 0, 1]
+    step = Step(tokens, positions, [-1, 0, 1, 2, 3, 2, PARENT_NONE, 6], [2, 3, 5, 7], 3)
+    targets = [[9, 12, 13], [10], [1, 2], [500]]
+    got, wanted = executor.score(step, targets), reference.score(step, targets)
+    assert [len(row) for row in got] == [3, 1, 2, 1]
+    for a, b in zip(got, wanted, strict=True):
+        assert np.abs(np.subtract(a, b)).max() < 5e-3
+    assert executor.n_past == 3
+    for each in (executor, reference):
+        each.forward(Step.text([20], 3, [0]))
+    assert np.linalg.norm(executor.logits() - reference.logits()) <= BOUND * np.linalg.norm(reference.logits())

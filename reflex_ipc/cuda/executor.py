@@ -6,6 +6,7 @@ is out before anything that only later ones need is made.
 
 import math
 import time
+from itertools import pairwise
 from struct import Struct
 
 from reflex_ipc.cuda import families, lower
@@ -20,11 +21,11 @@ from reflex_ipc.cuda.places import PAGE, CacheLayout, Places, Shape
 from reflex_ipc.cuda.sampling import CONTROL, Sampling
 from reflex_ipc.cuda.upload import PADDING, Upload
 from reflex_ipc.errors import OutOfMemoryError, ReflexError
-from reflex_ipc.plan import PARENT_NONE, Step
+from reflex_ipc.plan import LARGEST_STEP, PARENT_NONE, Step
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import Any
 
     import numpy as np
@@ -46,6 +47,7 @@ SLACK = 1 << 14
 LEAST_TOKENS = 64
 """Rows there is room for at least; more when a step has more."""
 REPORT_EVERY = 0.05  # seconds
+SCORE_THREADS = 512
 SHAPES = 8
 """Shapes of steps whose launches are kept."""
 
@@ -399,6 +401,32 @@ class CudaExecutor:
 
     def _logits(self, row: int) -> int:
         return self._lowering.at(self.plan.logits) + 4 * row * self.plan.n_vocab
+
+    # Scoring
+
+    def score(self, step: Step, targets: "Sequence[Sequence[int]]") -> list[list[float]]:
+        self.forward(step)
+        n_targets = sum(map(len, targets))
+        first = [0]
+        for row in targets:
+            first.append(first[-1] + len(row))
+        words = Struct(f"<{len(first)}i{n_targets}i").pack(*first, *(token for row in targets for token in row))
+        memory = self._dev().allocate(len(words) + 4 * n_targets, "log-probabilities")
+        try:
+            self._stream.to_device(memory.address, words)
+            out = memory.address + len(words)
+            arguments = out, self._logits(0), memory.address, memory.address + 4 * len(first), self.plan.n_vocab
+            function = self._kernels.function("score_rows")
+            function.prepare((len(targets), 1, 1), (SCORE_THREADS, 1, 1), arguments, self._stream)()
+            values = Struct(f"<{n_targets}f").unpack(self._stream.read(out, 4 * n_targets))
+        finally:
+            memory.close()
+        return [list(values[start:stop]) for start, stop in pairwise(first)]
+
+    def step_limit(self, n_past: int) -> int:
+        free, _ = self._dev().memory()
+        a_token = 4 * (self._columns.width + self._columns.selected_width) + self._layout.page_bytes // PAGE
+        return max(LEAST_TOKENS, min(LARGEST_STEP, free // 2 // a_token))
 
     # Decoding
 

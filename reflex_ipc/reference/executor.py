@@ -9,7 +9,7 @@ import numpy.typing as npt
 from reflex_ipc.environment import usable_cpus
 from reflex_ipc.errors import InvalidRequestError, OutOfMemoryError
 from reflex_ipc.gguf import GGUF
-from reflex_ipc.plan import PREFILL_CHUNK, Plan, Step, last_uses
+from reflex_ipc.plan import LARGEST_STEP, PREFILL_CHUNK, Plan, Step, last_uses
 from reflex_ipc.reference import memory
 from reflex_ipc.reference.ops import FUNCTIONS, Run, States
 from reflex_ipc.reference.weights import Weights
@@ -88,7 +88,7 @@ class ReferenceExecutor:
 
     def step_limit(self, n_past: int) -> int:
         free = memory.available()
-        limit = memory.LARGEST_STEP
+        limit = LARGEST_STEP
         while limit > PREFILL_CHUNK and free is not None:
             if memory.estimate(self.plan, n_past + limit, limit).scratch <= free // 2:
                 break

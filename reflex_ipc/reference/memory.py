@@ -9,8 +9,6 @@ from reflex_ipc.plan import PREFILL_CHUNK, Attention, LatentAttention, Plan
 _BASE = 160 << 20
 CONTEXT_STEP = 256
 """The cache grows by this many tokens at a time."""
-LARGEST_STEP = 4096
-"""Tokens of the largest step: a tree of candidates is not cut into pieces as a prompt is."""
 
 
 class Need(NamedTuple):

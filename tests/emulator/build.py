@@ -20,6 +20,7 @@ FILES = (
     "norm",
     "rope",
     "sample",
+    "score",
     "recurrent",
     "experts",
     "latent",

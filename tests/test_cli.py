@@ -42,10 +42,18 @@ def failed(result: subprocess.CompletedProcess[bytes], code: int, *words: str) -
 
 @pytest.mark.model
 def test_demo_model_knows_the_capital(smollm2: Path) -> None:
-    result = reflex("run", "smollm2", "The capital of France is", "-n", "24")
+    result = reflex("run", "smollm2", "The capital of France is", "-n", "24", "--backend", "cpu")
     assert result.returncode == 0, result.stderr
     assert b"Paris" in result.stdout
     assert result.stderr == b""
+
+
+def test_a_run_on_the_cpu_says_why_when_nobody_asked_for_it(tiny: Path) -> None:
+    if any(os.path.exists(node) for node in ("/dev/nvidiactl", "/dev/dxg")):
+        pytest.skip("there is an NVIDIA device here")
+    assert reflex("run", tiny, "Hello", "-n", "1").stderr == b"reflex: no NVIDIA device: running on the CPU\n"
+    assert reflex("run", tiny, "Hello", "-n", "1", "--backend", "cpu").stderr == b""
+    failed(reflex("run", tiny, "Hello", "--backend", "cuda"), 5, "libcuda")
 
 
 # --- where the prompt comes from
@@ -261,7 +269,11 @@ def test_stdin_closed_or_not_ready(tiny: Path) -> None:
     read, write = os.pipe()
     os.set_blocking(read, False)
     process = subprocess.Popen(
-        [*COMMAND, "run", str(tiny), "-n", "2"], stdin=read, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+        [*COMMAND, "run", str(tiny), "-n", "2", "--backend", "cpu"],
+        stdin=read,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
     )
     os.close(read)
     time.sleep(0.5)
@@ -340,7 +352,7 @@ def test_empty_stdin(tiny: Path) -> None:
 
 def test_closed_pipe_ends_quietly(tiny: Path) -> None:
     process = subprocess.Popen(
-        [*COMMAND, "run", str(tiny), "Hello", "-n", "200"],
+        [*COMMAND, "run", str(tiny), "Hello", "-n", "200", "--backend", "cpu"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -384,7 +396,7 @@ def test_full_disk(tiny: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_keep_what_was_printed(smollm2: Path, number: signal.Signals) -> None:
     process = subprocess.Popen(
-        [*COMMAND, "run", str(smollm2), "Once upon a time", "-n", "4000"],
+        [*COMMAND, "run", str(smollm2), "Once upon a time", "-n", "4000", "--backend", "cpu"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -19,7 +19,12 @@ pytestmark = pytest.mark.model
 def system1(*arguments: object, stdin: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
     where = {"input": stdin} if stdin is not None else {"stdin": subprocess.DEVNULL}
     return subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, timeout=60, cwd=ROOT, check=False, **where
+        [*COMMAND, *map(str, arguments), "--backend", "cpu"],
+        capture_output=True,
+        timeout=60,
+        cwd=ROOT,
+        check=False,
+        **where,
     )
 
 

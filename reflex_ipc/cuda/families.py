@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 LARGEST_KEY = 128  # of the delta rule: kernels/recurrent.cu
 LARGEST_RANK = 1024  # of latent attention: kernels/latent.cu
 
+UNPROVEN = frozenset(("qwen35moe", "deepseek2"))
+"""Architectures that the engine does not run here, although every op is right by itself: half-precision products of a
+prompt tip close decisions of the router, more of them than the fidelity bounds of the whole model allow."""
+
 _ROUTE = Struct("<3Q7if")
 _STEP = Struct("<4Q2i")
 _DELTA = Struct(_STEP.format + "9Q5if")

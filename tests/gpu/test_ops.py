@@ -358,6 +358,7 @@ def test_sampling_is_the_hosts(device, kernels, settings, kind, n):
     places.tokens, places.positions = places.control + CONTROL.size, places.control + CONTROL.size + 4
     stream = device.stream()
     sampling = Sampling(device, kernels, stream, n, places)
+    cp.cuda.runtime.deviceSynchronize()  # the zeros are there before anything else is written: another stream's work
     host, mine = (Sampler(settings, n, [0, n - 1]) for _ in range(2))
     stream.to_device(places.control, CONTROL.pack(10, 3, 0, 0))
     for i in range(4):

@@ -10,6 +10,7 @@ for 5 seconds: it gets the time that is left, and its rows say how many runs tha
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -32,7 +33,7 @@ LARGE = 10e9  # bytes; larger files come last, and not cold: the disk would take
 PARTS = ("back-to-back", "held", "cold", "warm", "energy", "large", "idle")
 PROMPTS = (5, 512)
 N, N_COLD = 20, 3
-ENERGY = (30, 10.0, 4.0)  # starts and seconds of a batch, at least; seconds of idle power
+ENERGY = (20, 10.0, 4.0)  # starts and seconds of a batch, at least; seconds of idle power
 
 
 class Session:
@@ -110,6 +111,8 @@ def make(session: Session, folder: Path, names: Sequence[str]) -> dict[str, Path
         if not path.exists():
             began = time.monotonic()
             size = models.make(path, name)
+            with open(path, "rb") as file:
+                os.fsync(file)  # or writing it would go on while starts are measured
             print(f"{path.name}: {size / 1e9:.2f} GB, {size / 1e9 / (time.monotonic() - began):.2f} GB/s", flush=True)
         session.entries[path.name] = measure.model_entry(path)
         found[name] = path

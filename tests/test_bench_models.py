@@ -43,11 +43,24 @@ def words(fixtures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+LLAMA_CPP = """
+import json, os, sys, urllib.request, xllamacpp
+p = xllamacpp.CommonParams()
+p.model.path, p.n_ctx, p.n_gpu_layers, p.warmup, p.verbosity = sys.argv[1], 64, 0, False, 0
+server = xllamacpp.Server(p)
+asked = {"prompt": json.loads(sys.argv[2]), "n_predict": 4, "temperature": 0, "ignore_eos": True, "return_tokens": True}
+request = urllib.request.Request(server.listening_address + "/completion", json.dumps(asked).encode())
+request.add_header("Content-Type", "application/json")
+print("\\n" + json.dumps(json.load(urllib.request.urlopen(request))["tokens"]), flush=True)
+os._exit(0)
+"""
+
+
 def small(name: str) -> models.Shape:
     """A shape with few layers, experts and tokens."""
     shape = models.SHAPES[name]
     n_layer = 4 if shape.n_head_v else 2
-    return shape._replace(n_layer=n_layer, n_vocab=640, n_expert=8 if shape.n_expert else 0)
+    return shape._replace(n_layer=n_layer, n_vocab=640, n_expert=8 if shape.n_expert else 0, bos=None)
 
 
 def write(path: Path, name: str, shape: models.Shape, mix: str, words: Path) -> list[gguf_out.Tensor]:
@@ -108,6 +121,21 @@ class TestModels:
         assert logits.shape == (8, 640)
         assert 0.8 < logits.std() < 1.2  # normalised rows times random ones
         assert len(np.unique(logits[-1])) > 600  # rows of the output matrix differ
+        path.unlink()
+
+    @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-30b-a3b", "qwen3.5-0.8b", "qwen3.5-35b-a3b"])
+    def test_llama_cpp_says_the_same(self, name: str, words: Path, tmp_path: Path):
+        """Its activations are int8, so a token that is not our best must be within that error of it."""
+        path = tmp_path / "m.gguf"
+        write(path, name, small(name), "Q4_K_M", words)
+        ids = list(range(20, 28))
+        command = [sys.executable, "-c", LLAMA_CPP, path, json.dumps(ids)]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        tokens = json.loads(answer.stdout.splitlines()[-1])
+        with Engine.open(path, backend="cpu", context=64) as engine:
+            logits = engine.logits(ids + tokens[:-1])[len(ids) - 1 :]
+        behind = logits.max(axis=1) - logits[range(4), tokens]
+        assert len(tokens) == 4 and max(behind) < 0.15, behind  # the standard deviation of a logit is 1
         path.unlink()
 
     def test_the_same_again(self, words: Path, tmp_path: Path):

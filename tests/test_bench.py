@@ -362,7 +362,9 @@ class TestCommands:
         [row] = [row for row in saved["rows"] if row["contender"] == "floor"]
         assert row["n"] >= 1 and min(row["first_ms"]) >= 60
         assert {"contender": "ollama", "why": "no ollama on this machine"} in saved["not_run"]
-        assert any(each["contender"].startswith("reflex") for each in saved["not_run"])
+        # Ours runs on that driver where kernels are built; it is in the rows or, with the reason, in the list.
+        shown = [r["contender"] for r in saved["rows"]] + [e["contender"].split(",")[0] for e in saved["not_run"]]
+        assert "reflex" in shown
         assert saved["models"][0]["sha256"] == measure.sha256(tmp_path / "models" / "qwen3-0.6b-Q4_K_M.gguf")
         (tmp_path / "models" / "qwen3-0.6b-Q4_K_M.gguf").unlink()
 

@@ -4,12 +4,14 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test check format clean
+.PHONY: help demo test check format clean bench bench-report
 help:
 	@echo 'make demo    create the environment, install the demo model, answer a prompt'
 	@echo 'make test    install what the tests need and run them'
 	@echo 'make check   format, lint and type check'
 	@echo 'make format  rewrite the sources in the project style'
+	@echo 'make bench   measure on the GPU of this machine, into docs/benchmarks/'
+	@echo 'make bench-report  write docs/benchmarks.md from what was measured'
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)
@@ -41,6 +43,12 @@ check: $(VENV)/.tests
 format: $(VENV)/.tests
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
+
+bench:
+	$(PYTHON) bench/device.py docs/benchmarks
+
+bench-report:
+	$(PYTHON) bench/report.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -15,13 +15,14 @@ token, and again when the process is gone.
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,11 +64,17 @@ def start(argv: Sequence[str], env: Mapping[str, str], echo: int = 0, limit_s: f
         began = time.clock_gettime(time.CLOCK_MONOTONIC)
         try:
             process = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=env, bufsize=0
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=env,
+                bufsize=0,
+                start_new_session=True,
             )
         except OSError as error:
             raise Failed(f"{argv[0]} does not start: {error.strerror}") from None
-        timer = threading.Timer(limit_s, process.kill)
+        timer = threading.Timer(limit_s, _kill, (process,))
         timer.start()
         try:
             assert process.stdout is not None
@@ -80,7 +87,7 @@ def start(argv: Sequence[str], env: Mapping[str, str], echo: int = 0, limit_s: f
             ended = time.clock_gettime(time.CLOCK_MONOTONIC)
         finally:
             timer.cancel()
-            process.kill()
+            _kill(process)
             process.wait()
             if process.stdout is not None:
                 process.stdout.close()
@@ -91,6 +98,12 @@ def start(argv: Sequence[str], env: Mapping[str, str], echo: int = 0, limit_s: f
     if not first:
         raise Silent("it ended without a byte of output" + (f": {said[0]}" if said else ""))
     return Run((first - began) * 1e3, (ended - began) * 1e3, output[echo:])
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """With what it started: a child that lives on would keep the pipe open, and the device."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def users(device: str = DRIVER, proc: str = "/proc") -> dict[int, str]:

@@ -1,7 +1,7 @@
 """Everything on a machine with a GPU, in one call and within a time limit: build, model files, all measurements.
 
-    python bench/device.py OUT                       in about 8 minutes
-    python bench/device.py OUT --only idle           that state alone, with all its runs
+    python bench/device.py OUT                                in about 8 minutes
+    python bench/device.py OUT --only idle --limit 580        that state alone, with all its runs
     python bench/device.py docs/benchmarks && make bench-report
 
 Writes JSON under OUT, a file for each measurement, each as soon as it is done, and prints a short table last. Kernels
@@ -10,6 +10,7 @@ for 5 seconds: it gets the time that is left, and its rows say how many runs tha
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -32,7 +33,7 @@ LARGE = 10e9  # bytes; larger files come last, and not cold: the disk would take
 PARTS = ("back-to-back", "held", "cold", "warm", "energy", "large", "idle")
 PROMPTS = (5, 512)
 N, N_COLD = 20, 3
-ENERGY = {"n": 30, "seconds": 10.0, "idle_s": 4.0}
+ENERGY = (20, 10.0, 4.0)  # starts and seconds of a batch, at least; seconds of idle power
 
 
 class Session:
@@ -78,7 +79,9 @@ class Session:
 
     def energy(self, found: Sequence[Cell]) -> None:
         with nvml.Device() as device:
-            rows = energy.measure_cells(found, energy.Counter(device.joules), absent=self.absent, **ENERGY)  # type: ignore[arg-type]
+            counter = energy.Counter(device.joules)
+            n, seconds, idle_s = ENERGY
+            rows = energy.measure_cells(found, counter, n, seconds, idle_s, self.absent, self.until)
         self.save("energy", "energy", rows)
         self.texts.append(energy.render(rows))
 
@@ -108,6 +111,8 @@ def make(session: Session, folder: Path, names: Sequence[str]) -> dict[str, Path
         if not path.exists():
             began = time.monotonic()
             size = models.make(path, name)
+            with open(path, "rb") as file:
+                os.fsync(file)  # or writing it would go on while starts are measured
             print(f"{path.name}: {size / 1e9:.2f} GB, {size / 1e9 / (time.monotonic() - began):.2f} GB/s", flush=True)
         session.entries[path.name] = measure.model_entry(path)
         found[name] = path

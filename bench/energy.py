@@ -106,13 +106,21 @@ def measure_cells(
     seconds: float,
     idle_s: float,
     absent: list[dict[str, str]],
+    until: float = float("inf"),
 ) -> list[dict[str, Any]]:
-    """A row for each cell: a batch of starts back to back, page cache warm, idle power before and after."""
-    rows = []
+    """A row for each cell: a batch of starts back to back, page cache warm, idle power before and after.
+
+    None is begun that would take until after `until` (CLOCK_MONOTONIC).
+    """
+    rows, longest = [], seconds + idle_s + 2 * SETTLE_S
     with coldstart.in_state("back-to-back") as before:
         time.sleep(SETTLE_S)
         idle_before = counter.power(idle_s)
         for cell in found:
+            began = time.monotonic()
+            if began + longest > until:
+                absent.append({"contender": cell.label, "why": "energy: no time was left"})
+                continue
             measure.make_warm(cell.fields["model"])
             before()
             try:
@@ -126,7 +134,7 @@ def measure_cells(
                 absent.append({"contender": cell.label, "why": f"energy: {error}"})
                 continue
             rows.append(_row(cell, batch, counter.interval_s, idle_before, idle_after, result))
-            idle_before = idle_after
+            idle_before, longest = idle_after, max(longest, time.monotonic() - began)
     return rows
 
 

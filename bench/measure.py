@@ -172,6 +172,9 @@ def save(path: str | os.PathLike[str], result: dict[str, Any]) -> None:
     part.rename(target)
 
 
+_SOURCES = ("", ".py", ".cu", ".cuh", ".c", ".h", ".toml")
+
+
 def source() -> dict[str, Any]:
     """What ran: the commit, whether the working tree differs from it, and a hash that a copy without git has too."""
     files: list[str] = []
@@ -180,8 +183,8 @@ def source() -> dict[str, Any]:
         changed = bool(_output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"))
     except (OSError, subprocess.CalledProcessError):
         commit, changed = None, None
-    for folder in ("reflex_ipc", "kernels", "bench"):
-        files += (str(p) for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".cu", ".cuh", ".c", ".h"))
+    for folder in ("bin", "reflex_ipc", "kernels", "bench"):
+        files += (str(p) for p in (ROOT / folder).rglob("*") if p.suffix in _SOURCES and p.is_file())
     digest = hashlib.sha256()
     for name in sorted(files):
         digest.update(os.path.relpath(name, ROOT).encode() + b"\0" + Path(name).read_bytes())

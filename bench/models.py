@@ -42,6 +42,7 @@ class Shape(NamedTuple):
     n_ff_shared: int = 0
     n_head_k: int = 0  # of delta-net layers
     n_head_v: int = 0
+    bos: int | None = None  # where prompts begin with one
 
 
 SHAPES = {
@@ -60,7 +61,7 @@ SHAPES = {
     ),
     "deepseek-v2-lite": Shape(
         "deepseek2", 27, 2048, 16, 1, 192, 10944, 102400, 163840, "deepseek-llm", n_expert=64, n_used=6, n_ff_exp=1408,
-        n_ff_shared=2816,
+        n_ff_shared=2816, bos=100000,
     ),
 }  # fmt: skip
 
@@ -207,12 +208,14 @@ def metadata(name: str, s: Shape, mix: str) -> dict[str, Any]:
         keys |= {"expert_count": s.n_expert, "expert_used_count": s.n_used, "expert_feed_forward_length": s.n_ff_exp}
     if s.arch in _FAMILY_KEYS:
         keys |= _FAMILY_KEYS[s.arch](s)
+    bos = {} if s.bos is None else {"tokenizer.ggml.bos_token_id": s.bos}
     return {
         "general.architecture": s.arch,
         "general.name": f"{name} {mix}, random weights",
         "general.file_type": MIXES[mix],
         "general.quantization_version": 2,
         **{f"{s.arch}.{key}": value for key, value in keys.items()},
+        **bos,
     }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import coldstart
 import compare
+import measure
 import svg
 from contenders import FLOOR
 from measure import ROOT, MeasurementError, summary
@@ -61,14 +62,21 @@ def _one_origin(documents: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    align = ["---", *("---:" for _ in head[1:])]
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, align, *rows))
+    """Columns of figures to the right, of words to the left."""
+    lines = [*rows]
+    figures = [all(line[i][:1] in tuple("0123456789+-") for line in lines) for i in range(len(head))]
+    align = ["---:" if figure else "---" for figure in figures]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, align, *lines))
 
 
 def _origin(documents: Sequence[Mapping[str, Any]]) -> str:
     machine, source = documents[0]["machine"], documents[0]["source"]
     gpu = machine["gpu"] or {}
-    commit = source["commit"] or "not known (a copy without git)"
+    commit = source["commit"]
+    if commit is None:  # measured on a copy without git: this tree's commit, if its sources are the same
+        here = measure.source()
+        commit = here["commit"] if here["sources_sha256"] == source["sources_sha256"] else None
+    commit = commit or "not known: measured on a copy without git"
     link = f"PCIe generation {gpu.get('pcie_generation')}, {gpu.get('pcie_width')} lanes"
     environment = ", ".join(f"`{k}={v}`" for k, v in machine["driver_environment"].items()) or "none set"
     facts = [
@@ -83,7 +91,7 @@ def _origin(documents: Sequence[Mapping[str, Any]]) -> str:
     models = {model["file"]: model for document in documents for model in document["models"]}
     files = [(m["file"], f"{m['bytes'] / 1e9:.3f} GB", f"`{m['sha256']}`") for m in models.values()]
     return (
-        "## Where and with what\n\n" + _table(("", ""), facts).replace("---:", "---") + "\n\n"
+        "## Where and with what\n\n" + _table(("", ""), facts) + "\n\n"
         + _table(("model file", "size", "sha256"), files)
     )  # fmt: skip
 
@@ -124,16 +132,20 @@ def _coldstart(rows: Sequence[Row], pictures: dict[str, str]) -> str:
     return "\n\n".join(parts)
 
 
+def _names(rows: Sequence[Row]) -> list[str]:
+    """Whose bars have colours, in their order: the floor's are grey."""
+    return [name for name in dict.fromkeys(row["contender"] for row in rows) if name != FLOOR]
+
+
 def _coldstart_plot(rows: Sequence[Row], floor: Mapping[tuple[str, str, str], float], title: str) -> str:
-    names = [name for name in dict.fromkeys(row["contender"] for row in rows) if name != FLOOR]
-    groups = []
+    groups, names = [], _names(rows)
     for model in dict.fromkeys(row["model"] for row in rows):
         bars = []
         for row in rows:
             if row["model"] == model:
                 s, who = summary(row["first_ms"]), row["contender"]
                 label = who + (f", {row['prompt_tokens']} tokens" if row["prompt_tokens"] else "")
-                colour = svg.FLOOR if who == FLOOR else svg.COLOURS[names.index(who) % len(svg.COLOURS)]
+                colour = svg.colour(who, names)
                 bars.append(svg.Bar(label, s.median, colour, (s.min, s.p90)))
         groups.append(svg.Group(model, bars, floor.get((rows[0]["state"], rows[0]["cache"], model))))
     return svg.bars(title, "ms; bar: median, whisker: min to p90, dashes: floor", groups)
@@ -168,18 +180,18 @@ def _curves(rows: Sequence[Row], sizes: Mapping[str, int], pictures: dict[str, s
 
 
 def _energy(rows: Sequence[Row], pictures: dict[str, str]) -> str:
-    body, groups = [], []
+    body, groups, names = [], [], _names(rows)
     for model in dict.fromkeys(row["model"] for row in rows):
         here = [row for row in rows if row["model"] == model]
         bars = []
-        for i, row in enumerate(here):
+        for row in here:
             net = "below resolution" if row["net_j"] is None else f"{row['net_j']:.1f} ± {row['net_error_j']:.1f}"
             label = row["contender"] + (f", {row['prompt_tokens']} tokens" if row["prompt_tokens"] else "")
             gross = f"{row['gross_j']:.1f} ± {row['gross_error_j']:.1f}"
             idle = f"{row['idle_before_w']:.1f}, {row['idle_after_w']:.1f}"
             wall = f"{row['batch_s'] / row['n'] * 1e3:.0f}"
             body.append([model, label, str(row["n"]), gross, net, idle, wall])
-            bars.append(svg.Bar(label, row["gross_j"], svg.FLOOR if row["contender"] == FLOOR else svg.COLOURS[i]))
+            bars.append(svg.Bar(label, row["gross_j"], svg.colour(row["contender"], names)))
         groups.append(svg.Group(model, bars))
     pictures["energy.svg"] = svg.bars("Energy of a start, gross", "J", groups)
     head = ("model", "contender", "starts", "gross, J a start", "net, J a start", "idle before, after, W", "wall, ms")
@@ -218,7 +230,7 @@ def _warm(document: Mapping[str, Any]) -> str:
 
 def _not_run(documents: Sequence[Mapping[str, Any]]) -> str:
     seen = dict.fromkeys((each["contender"], each["why"]) for document in documents for each in document["not_run"])
-    return "## Not run\n\n" + _table(("contender", "why"), seen).replace("---:", "---") if seen else ""
+    return "## Not run\n\n" + _table(("contender", "why"), seen) if seen else ""
 
 
 def _repeat(documents: Sequence[Mapping[str, Any]]) -> str:

@@ -88,16 +88,22 @@ def lines(
         body.append(_text(place(x, 0)[0], top + height + 18, f"{x:.3g}" if x < 100 else f"{x:.0f}", anchor="middle"))
     body.append(_text(left + width, top + height + 36, x_unit, anchor="end"))
     body.append(_text(8, top - 12, y_unit))
+    coloured = [name for name in series if name != "floor"]
     for number, (name, points) in enumerate(series.items()):
-        colour = FLOOR if name.startswith("floor") else COLOURS[number % len(COLOURS)]
+        stroke = colour(name, coloured)
         places = [place(*point) for point in sorted(points)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        body.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        body += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in places]
+        body.append(f'<polyline points="{path}" fill="none" stroke="{stroke}" stroke-width="2"/>')
+        body += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{stroke}"/>' for x, y in places]
         y = top + 12 + 20 * number
-        body.append(f'<rect x="{left + width + 16}" y="{y - 10}" width="12" height="12" fill="{colour}"/>')
+        body.append(f'<rect x="{left + width + 16}" y="{y - 10}" width="12" height="12" fill="{stroke}"/>')
         body.append(_text(left + width + 34, y, name))
     return _document(title, left + width + 260, top + height + 46, body)
+
+
+def colour(name: str, names: Sequence[str]) -> str:
+    """The one of a name among those that have one; grey for others."""
+    return COLOURS[names.index(name) % len(COLOURS)] if name in names else FLOOR
 
 
 def _step(top: float) -> float:

@@ -24,7 +24,8 @@ import work
 from measure import ROOT, summary
 from rates import shares
 
-from reflex_ipc.engine import PREFILL_CHUNK, Engine
+from reflex_ipc.engine import Engine
+from reflex_ipc.plan import PREFILL_CHUNK
 
 PREFILL = (32, 128, 512, 2048, 8192)
 DEPTHS = (128, 2048, 8192)

@@ -1,47 +1,31 @@
-"""The instruments: contenders with known delays, counters with known power, statistics against Python's own."""
+"""The instruments: contenders with known delays, states of driver and page cache, counters with known power."""
 
-import itertools
 import json
 import lzma
-import math
 import mmap
 import os
-import random
-import statistics
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 from fakecuda import ROOT, library
 
 sys.path.append(str(ROOT / "bench"))  # behind tests/, which has a wire.py of its own
 
 import coldstart
-import compare
 import contenders
 import device
 import energy
-import gguf_out
 import measure
-import models
 import nvml
-import report
-import svg
-import work
 from coldstart import Cell
 from contenders import Contender
 from measure import MeasurementError
 
-from reflex_ipc import archs
-from reflex_ipc.engine import Engine
-from reflex_ipc.gguf import GGUF
 from reflex_ipc.tokenizer import Tokenizer
 
 SLACK = 400  # ms that a busy machine may add to a delay
@@ -55,46 +39,6 @@ def file() -> Iterator[Path]:
     path.write_bytes(os.urandom(1 << 20))
     yield path
     path.unlink()
-
-
-class TestStatistics:
-    def test_summary(self):
-        rng = random.Random(1)
-        for n in (2, 3, 7, 20, 21):
-            runs = [rng.gauss(100, 10) for _ in range(n)]
-            s = measure.summary(runs)
-            assert (s.n, s.min, s.median) == (n, min(runs), statistics.median(runs))
-            assert s.p90 == pytest.approx(statistics.quantiles(runs, n=10, method="inclusive")[8], rel=1e-12)
-        assert measure.summary([5.0]) == (1, 5.0, 5.0, 5.0)
-
-    @pytest.mark.parametrize(("m", "n"), [(1, 1), (3, 3), (5, 4), (2, 6)])
-    def test_rank_test_is_exact_where_few_runs_are(self, m: int, n: int):
-        """Against the count of all ways to share the runs out."""
-        rng = random.Random(m * 10 + n)
-        runs = [rng.random() for _ in range(m + n)]
-
-        def u(after: tuple[int, ...]) -> int:
-            return sum(runs[i] > runs[j] for i in after for j in range(m + n) if j not in after)
-
-        ways = [u(after) for after in itertools.combinations(range(m + n), n)]
-        for after in itertools.combinations(range(m + n), n):
-            p = measure.rank_test([runs[j] for j in range(m + n) if j not in after], [runs[i] for i in after])
-            assert p == pytest.approx(sum(w >= u(after) for w in ways) / len(ways), rel=1e-12)
-
-    def test_rank_test_of_many_runs(self):
-        """Against sharing the runs out at random; half of the cases have ties, where p is an approximation."""
-        rng = np.random.default_rng(3)
-        for width, shift in ((1, 0.5), (1, 3.5), (4, 1.0), (2, 1.0)):
-            before = [float(i // width) for i in range(20)]
-            after = [x + shift for x in before]
-            ranks = np.array(
-                [2 * sum(y < x for y in before + after) + (before + after).count(x) for x in before + after]
-            )
-            sums = np.array([rng.permutation(ranks)[20:].sum() for _ in range(20_000)])
-            assert measure.rank_test(before, after) == pytest.approx((sums >= ranks[20:].sum()).mean(), abs=0.01)
-        assert measure.rank_test([3.0] * 20, [3.0] * 20) == 1.0
-        tied = [float(i // 4) for i in range(20)]
-        assert 0.45 < measure.rank_test(tied, tied) < 0.55
 
 
 class TestPageCache:
@@ -135,14 +79,12 @@ class TestStart:
         [
             ("printf x; echo one >&2; echo why >&2; exit 3", "exit code 3: why"),
             ("true", "ended without a byte of output"),
-            ("sleep 30 & wait", "exit code -9: nothing on stderr"),
+            ("sleep 30 & exec sleep 31", "exit code -9: nothing on stderr"),
         ],
     )
     def test_what_does_not_count(self, script: str, message: str):
         with pytest.raises(coldstart.Failed, match=message):
-            coldstart.start(
-                ["sh", "-c", f"exec >/dev/null; {script}" if "&" in script else script], os.environ, limit_s=0.5
-            )
+            coldstart.start(["sh", "-c", script], os.environ, limit_s=0.5)
 
     def test_no_such_program(self):
         with pytest.raises(coldstart.Failed, match="does not start: No such file"):
@@ -359,348 +301,6 @@ def _nvml(folder: Path) -> Path:
     return lib
 
 
-PARAMETERS = {
-    "qwen3-0.6b": 596_049_920,
-    "qwen3-8b": 8_190_735_360,
-    "qwen3-30b-a3b": 30_532_122_624,
-    "deepseek-v2-lite": 15_706_484_224,
-}
-"""Of the published checkpoints, a tied output matrix counted once."""
-
-
-@pytest.fixture(scope="module")
-def words(fixtures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A vocabulary of 512 tokens, so that other readers are quick with the file."""
-    path = tmp_path_factory.mktemp("words") / "small.xz"
-    path.write_bytes(lzma.compress((fixtures / "exact" / "qwen3-f16.gguf").read_bytes(), preset=0))
-    return path
-
-
-def small(name: str) -> models.Shape:
-    """A shape with few layers, experts and tokens."""
-    shape = models.SHAPES[name]
-    n_layer = 4 if shape.n_head_v else 2
-    return shape._replace(n_layer=n_layer, n_vocab=640, n_expert=8 if shape.n_expert else 0)
-
-
-def write(path: Path, name: str, shape: models.Shape, mix: str, words: Path) -> list[gguf_out.Tensor]:
-    tensors = models.tensors(shape, mix)
-    gguf_out.write(path, models.metadata(name, shape, mix), words, shape.n_vocab, tensors, seed=7)
-    return tensors
-
-
-class TestModels:
-    @pytest.mark.parametrize("name", PARAMETERS)
-    def test_parameters(self, name: str):
-        tensors = models.tensors(models.SHAPES[name], "Q4_K_M")
-        assert sum(tensor.n_elements for tensor in tensors) == PARAMETERS[name]
-
-    def test_mix(self):
-        """8B in Q4_K_M as the quantiser's rule has it, and with it the size of the published file, 5.03 GB."""
-        tensors = {t.name: t.type for t in models.tensors(models.SHAPES["qwen3-8b"], "Q4_K_M")}
-        finer = [i for i in range(36) if tensors[f"blk.{i}.ffn_down.weight"] == "Q6_K"]
-        assert finer == [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30, *range(31, 36)]
-        assert finer == [i for i in range(36) if tensors[f"blk.{i}.attn_v.weight"] == "Q6_K"]
-        assert (tensors["output.weight"], tensors["token_embd.weight"]) == ("Q6_K", "Q4_K")
-        lite = {t.name: t.type for t in models.tensors(models.SHAPES["deepseek-v2-lite"], "Q4_K_M")}
-        assert {lite[f"blk.{i}.ffn_down_exps.weight"] for i in range(1, 27)} == {"Q5_0", "Q8_0"}  # rows of 1408
-        assert lite["blk.5.attn_k_b.weight"] == "Q5_0"
-
-    @pytest.mark.parametrize(
-        ("name", "mix"), [*((name, "Q4_K_M") for name in models.SHAPES), ("qwen3-0.6b", "Q8_0"), ("qwen3-0.6b", "BF16")]
-    )
-    def test_the_gguf_package_reads_them(self, name: str, mix: str, words: Path, tmp_path: Path):
-        path = tmp_path / "m.gguf"
-        shape = small(name)
-        tensors = write(path, name, shape, mix, words)
-        reader = gguf.GGUFReader(path)
-        assert {t.name: (t.tensor_type.name, tuple(map(int, t.shape))) for t in reader.tensors} == {
-            t.name: (t.type, t.ne) for t in tensors
-        }
-        assert reader.fields["general.architecture"].contents() == shape.arch
-        assert reader.fields[f"{shape.arch}.block_count"].contents() == shape.n_layer
-        tokens = reader.fields["tokenizer.ggml.tokens"].contents()
-        assert len(tokens) == 640 == len(reader.fields["tokenizer.ggml.token_type"].contents())
-        assert tokens[512] == "[PAD512]" and reader.fields["tokenizer.ggml.token_type"].contents()[-1] == 5
-        for tensor in reader.tensors:
-            if tensor.tensor_type.name != "F32":  # as wide a spread as a trained row times a normalised vector has
-                rows = tensor.data.reshape(-1, tensor.data.shape[-1])[:64]
-                values = gguf.quants.dequantize(rows, tensor.tensor_type)
-                assert values.std() * math.sqrt(tensor.shape[0]) == pytest.approx(1, rel=0.08), tensor.name
-                assert abs(values.mean()) < 0.1 * values.std(), tensor.name
-        path.unlink()
-
-    @pytest.mark.parametrize(
-        "name", ["qwen3-0.6b", "qwen3-30b-a3b", "qwen3.5-0.8b", "qwen3.5-35b-a3b", "deepseek-v2-lite"]
-    )
-    def test_a_forward_pass(self, name: str, words: Path, tmp_path: Path):
-        path = tmp_path / "m.gguf"
-        write(path, name, small(name), "Q4_K_M", words)
-        with Engine.open(path, backend="cpu", context=32) as engine:
-            logits = engine.logits(list(range(5, 13)))
-        assert logits.shape == (8, 640)
-        assert 0.8 < logits.std() < 1.2  # normalised rows times random ones
-        assert len(np.unique(logits[-1])) > 600  # rows of the output matrix differ
-        path.unlink()
-
-    def test_the_same_again(self, words: Path, tmp_path: Path):
-        for path in (tmp_path / "a", tmp_path / "b"):
-            write(path, "qwen3-0.6b", small("qwen3-0.6b"), "Q4_K_M", words)
-        assert measure.sha256(tmp_path / "a") == measure.sha256(tmp_path / "b")
-
-    def test_the_command_with_the_real_vocabulary(self, tmp_path: Path):
-        out = tmp_path / "m.gguf"
-        command = [sys.executable, ROOT / "bench" / "models.py", out, "qwen3-0.6b", "--layers", "1"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        assert "GB/s" in said
-        with GGUF.open(out) as opened:
-            assert archs.build(opened).n_vocab == 151936
-            tokenizer = Tokenizer.from_gguf(opened)
-            assert tokenizer.n_vocab == 151936
-            assert tokenizer.decode(tokenizer.encode("The capital of France")) == "The capital of France"
-
-
-class TestWork:
-    def test_a_dense_model(self, words: Path, tmp_path: Path):
-        """Decoding and a prompt, against sums by hand."""
-        shape = small("qwen3-0.6b")
-        tensors = write(tmp_path / "m", "qwen3-0.6b", shape, "Q4_K_M", words)
-        with GGUF.open(tmp_path / "m") as opened:
-            plan = archs.build(opened)
-            one, prompt = work.step(plan, 1, 100, 1), work.step(plan, 10, 0, 1)
-        matrices = [t for t in tensors if len(t.ne) == 2]
-        embedding = next(t for t in matrices if t.name == "token_embd.weight")
-        layers = sum(t.n_elements for t in matrices) - embedding.n_elements
-        width, kept = 16 * 128, 2 * 8 * 128 * 2  # of q; of k and v, in bytes
-        assert one.flops == 2 * (layers + embedding.n_elements) + shape.n_layer * 4 * width * 101
-        row = embedding.nbytes / 640
-        assert one.bytes == sum(t.nbytes for t in matrices) + row + shape.n_layer * kept * 101
-        assert prompt.flops == 20 * layers + 2 * embedding.n_elements + shape.n_layer * 4 * width * 55
-        assert prompt.bytes == one.bytes + 9 * row - shape.n_layer * kept * 91
-
-    def test_experts(self, words: Path, tmp_path: Path):
-        shape = small("qwen3-30b-a3b")._replace(n_used=2)
-        tensors = write(tmp_path / "m", "qwen3-30b-a3b", shape, "Q4_K_M", words)
-        with GGUF.open(tmp_path / "m") as opened:
-            plan = archs.build(opened)
-            one, many = work.step(plan, 1, 0, 0), work.step(plan, 1000, 0, 0)
-        slabs = sum(t.nbytes for t in tensors if "_exps" in t.name)
-        rest = sum(t.nbytes for t in tensors if t.name.startswith("blk.") and len(t.ne) == 2)
-        row, kept = next(t for t in tensors if t.name == "token_embd.weight").nbytes / 640, 2 * 4 * 128 * 2 * 2
-        assert one.bytes == pytest.approx(slabs * 2 / 8 + rest + row + kept)
-        assert many.bytes == pytest.approx(slabs + rest + 1000 * (row + kept))
-
-
-def document(kind: str, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    gpu = {
-        "name": "A device",
-        "driver": "580.1",
-        "cuda": "13.0",
-        "persistence": 1,
-        "pcie_generation": 5,
-        "pcie_width": 16,
-    }
-    host = {"cpu": "A processor", "cores": 16, "memory_bytes": 1 << 37, "kernel": "6.1", "python": "3.12.3"}
-    return {
-        "schema": 1,
-        "kind": kind,
-        "when": "2026-01-02T03:04:05Z",
-        "command": ["bench/device.py", "OUT"],
-        "source": {"commit": "c0ffee", "changed": False, "sources_sha256": "ab" * 32},
-        "machine": {"gpu": gpu, **host, "driver_environment": {}},
-        "models": [
-            {"file": m, "bytes": b, "sha256": "cd" * 32} for m, b in (("s.gguf", 4 * 10**8), ("l.gguf", 5 * 10**9))
-        ],
-        "rows": rows,
-        "not_run": [{"contender": "ollama", "why": "no ollama on this machine"}],
-        **more,
-    }
-
-
-def starts(
-    contender: str, first: list[float], model: str = "s.gguf", tokens: int | None = 5, **more: Any
-) -> dict[str, Any]:
-    return {
-        "state": "held",
-        "cache": "warm",
-        "model": model,
-        "contender": contender,
-        "prompt_tokens": tokens,
-        "command": [contender, model],
-        "env": {},
-        "n": len(first),
-        "first_ms": first,
-        "exit_ms": [x + 50 for x in first],
-        "output": "x",
-        **more,
-    }
-
-
-def joules(contender: str, gross: float, error: float = 0.5) -> dict[str, Any]:
-    figures = {"gross_j": gross, "gross_error_j": error, "net_j": None, "net_error_j": 3.0, "n": 30, "batch_s": 12.0}
-    of = {"state": "back-to-back", "cache": "warm", "model": "s.gguf", "contender": contender, "prompt_tokens": 5}
-    return {
-        **of,
-        **figures,
-        "joules": 30 * gross,
-        "idle_before_w": 80.0,
-        "idle_after_w": 81.0,
-        "counter_interval_s": 0.1,
-    }
-
-
-RATES = {
-    "by": "torch 2",
-    "copy_bytes_s": 4e12,
-    "read_bytes_s": 4.5e12,
-    "host_to_device_bytes_s": 55e9,
-    "bf16_flop_s": 8e14,
-}
-
-
-def results() -> list[dict[str, Any]]:
-    rows = [starts("floor", [80.0, 82.0, 84.0], tokens=None), starts("floor", [180.0] * 3, "l.gguf", None)]
-    rows += [
-        starts("reflex", [90.0, 92.0, 95.0]),
-        starts("reflex", [99.0] * 3, tokens=512),
-        starts("reflex", [190.0] * 3, "l.gguf"),
-    ]
-    decode = {
-        "engine": "reflex",
-        "what": "decode",
-        "depth": 128,
-        "tokens": 10,
-        "seconds": [0.01] * 3,
-        "per_second": 1000.0,
-    }
-    warm = {**decode, "bytes": 2.25e10, "flops": 8e10}
-    return [
-        document("coldstart", rows),
-        document("energy", [joules("floor", 40.0), joules("reflex", 45.0)]),
-        document("warm", [warm], rates=RATES, backend="cuda"),
-    ]
-
-
-class TestReport:
-    def test_page(self, tmp_path: Path):
-        for i, result in enumerate(results()):
-            measure.save(tmp_path / "in" / f"{i}.json", result)
-        command = [sys.executable, ROOT / "bench" / "report.py", tmp_path / "in", "--out", tmp_path / "page.md"]
-        subprocess.run(command, check=True, capture_output=True)
-        page = (tmp_path / "page.md").read_text()
-        assert "| s.gguf | reflex | 5 | 3 | 90.0 | 92.0 | 94.4 | 142.0 | +10.0 ms, 1.12 |" in page
-        for text in (
-            "A device, driver 580.1",
-            "c0ffee",
-            "cd" * 32,
-            "| ollama | no ollama on this machine |",
-            "45.0 ± 0.5",
-        ):
-            assert text in page
-        # 2.25e10 bytes in 10 ms are 2.25 TB/s, half of the read rate; 8e10 operations 8 TFLOP/s, 1% of the products'.
-        assert "| decode 10 at depth 128 | reflex | 3 | 1000 | 10.00 | 2250 | 8.0 | 50.0 | 56.2 | 1.0 |" in page
-        assert "below resolution" in page and "python bench/device.py OUT" in page
-        plots = sorted(path.name for path in (tmp_path / "page").glob("*.svg"))
-        assert plots == [
-            "coldstart-held-warm.svg",
-            "energy.svg",
-            "first-token-over-prompt-held.svg",
-            "first-token-over-size-held.svg",
-        ]
-        for name in plots:
-            assert f"(page/{name})" in page
-            ElementTree.parse(tmp_path / "page" / name)
-
-    def test_bars_are_to_scale(self):
-        bars = [svg.Bar("a", 100.0, "red", (90.0, 120.0)), svg.Bar("b", 50.0, "blue")]
-        tree = ElementTree.fromstring(svg.bars("t <&>", "ms", [svg.Group("g", bars, mark=25.0)]))
-        space = "{http://www.w3.org/2000/svg}"
-        wide, narrow = (float(r.get("width", "0")) for r in tree.iter(space + "rect"))
-        begin = float(next(tree.iter(space + "rect")).get("x", "0"))
-        assert wide == pytest.approx(2 * narrow, abs=0.2)
-        mark = [e for e in tree.iter(space + "line") if e.get("stroke-dasharray")]
-        assert float(mark[0].get("x1", "0")) - begin == pytest.approx(wide / 4, abs=0.2)
-
-    def test_one_machine_and_one_source_a_page(self):
-        for where, name, value in (("machine", "cpu", "another"), ("source", "sources_sha256", "ef" * 32)):
-            first, second = results()[:2]
-            second[where] = {**second[where], name: value}
-            with pytest.raises(MeasurementError, match="of different"):
-                report.page([first, second], "p")
-
-    def test_no_row_twice(self):
-        with pytest.raises(MeasurementError, match=r"two results for coldstart, held, warm, s\.gguf, floor"):
-            report.page([results()[0], results()[0]], "p")
-
-    def test_what_is_no_result_is_refused(self, tmp_path: Path):
-        (tmp_path / "x.json").write_text('{"schema": 2}')
-        with pytest.raises(MeasurementError, match="is no result"):
-            compare.load(tmp_path)
-
-
-def noisy(median: float, seed: int, n: int = 20) -> list[float]:
-    rng = random.Random(seed)
-    return [median + rng.gauss(0, 2) for _ in range(n)]
-
-
-def found(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> dict[str, str]:
-    a, b = ([document("coldstart", rows)] for rows in (old, new))
-    return {f.row.split(", ", 4)[-1]: f.verdict for f in compare.compare(a, b)}
-
-
-class TestCompare:
-    def test_slower_faster_same(self):
-        old = [starts("floor", noisy(80, 1), tokens=None), *(starts(c, noisy(100, i)) for i, c in enumerate("abc", 2))]
-        new = [
-            starts("floor", noisy(80, 5), tokens=None),
-            starts("a", noisy(106, 6)),
-            starts("b", noisy(95, 7)),
-            starts("c", noisy(100, 8)),
-        ]
-        verdicts = found(old, new)
-        assert verdicts["a, 5, to the first token"] == "slower" == verdicts["a, 5, to the exit"]
-        assert verdicts["b, 5, to the first token"] == "faster"
-        assert verdicts["c, 5, to the first token"] == "same" == verdicts["floor, to the first token"]
-
-    def test_a_slower_machine_is_not_a_slower_program(self):
-        old = [starts("floor", noisy(80, 1), tokens=None), starts("a", noisy(100, 2))]
-        new = [starts("floor", noisy(100, 3), tokens=None), starts("a", noisy(120, 4))]
-        verdicts = found(old, new)
-        assert verdicts["floor, to the first token"] == "slower"
-        assert verdicts["a, 5, to the first token"] == "same"
-
-    def test_few_runs_say_nothing(self):
-        verdicts = found([starts("a", noisy(100, 1, 3))], [starts("a", noisy(200, 2, 3))])
-        assert verdicts["a, 5, to the first token"] == "too few"
-
-    def test_noise_is_rarely_called_slower(self):
-        """200 comparisons of equal things, each at 2.5%: 5 false alarms are expected."""
-        slower = 0
-        for seed in range(200):
-            verdicts = found([starts("a", noisy(100, 2 * seed))], [starts("a", noisy(100, 2 * seed + 1))])
-            slower += "slower" in verdicts.values()
-        assert slower <= 10
-
-    def test_energy(self):
-        verdict = {}
-        for new in (45.9, 46.2, 43.0):
-            [finding] = compare.compare(
-                [document("energy", [joules("a", 45.0)])], [document("energy", [joules("a", new)])]
-            )
-            verdict[new] = finding.verdict
-        assert verdict == {45.9: "same", 46.2: "slower", 43.0: "faster"}
-
-    def test_command(self, tmp_path: Path):
-        for name, median in (("old", 100), ("new", 120)):
-            measure.save(tmp_path / f"{name}.json", document("coldstart", [starts("a", noisy(median, median))]))
-        command = [sys.executable, ROOT / "bench" / "compare.py", tmp_path / "old.json", tmp_path / "new.json"]
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == 1 and result.stdout.startswith(
-            "slower   coldstart, held, warm, s.gguf, a, 5, to the"
-        )
-        assert subprocess.run([*command[:3], tmp_path / "old.json"], capture_output=True).returncode == 0
-
-
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver without a device, whose start takes 60 ms."""
@@ -762,7 +362,9 @@ class TestCommands:
         [row] = [row for row in saved["rows"] if row["contender"] == "floor"]
         assert row["n"] >= 1 and min(row["first_ms"]) >= 60
         assert {"contender": "ollama", "why": "no ollama on this machine"} in saved["not_run"]
-        assert any(each["contender"].startswith("reflex") for each in saved["not_run"])
+        # Ours runs on that driver where kernels are built; it is in the rows or, with the reason, in the list.
+        shown = [r["contender"] for r in saved["rows"]] + [e["contender"].split(",")[0] for e in saved["not_run"]]
+        assert "reflex" in shown
         assert saved["models"][0]["sha256"] == measure.sha256(tmp_path / "models" / "qwen3-0.6b-Q4_K_M.gguf")
         (tmp_path / "models" / "qwen3-0.6b-Q4_K_M.gguf").unlink()
 
@@ -783,3 +385,39 @@ def test_a_part_that_fails_does_not_end_the_others(tmp_path: Path):
         {"contender": "first", "why": "not here"},
         {"contender": "third", "why": "no time was left"},
     ]
+
+
+OLLAMA = """
+import http.server, json, os, sys
+if sys.argv[1] == "create":
+    open(sys.argv[0] + ".created", "w").write(" ".join(sys.argv[2:3]) + " " + open(sys.argv[4]).read())
+    sys.exit()
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200); self.end_headers()
+        for text in ("", f"{asked['model']}:{asked['prompt']}:{asked['options']['num_predict']}"):
+            self.wfile.write(json.dumps({"response": text}).encode() + b"\\n")
+    def log_message(self, *_): pass
+host, port = os.environ["OLLAMA_HOST"].split(":")
+http.server.HTTPServer((host, int(port)), Handler).serve_forever()
+"""
+
+
+def test_a_start_of_ollama(tmp_path: Path):
+    """As contenders.toml starts it, with a server that answers as its interface says."""
+    fake = tmp_path / "ollama"
+    fake.write_text(f"#!{sys.executable}\n{OLLAMA}")
+    fake.chmod(0o755)
+    [(contender, fields)], _ = contenders.locate(
+        [c for c in contenders.read() if c.name == "ollama"], {"ollama": str(fake)}, tmp_path
+    )
+    model = tmp_path / "M.gguf"
+    model.write_bytes(b"x")
+    found = [Cell(contender, {**fields, "model": str(model), "prompt": "a b", "context": "9"}, 5)]
+    absent: list[dict[str, str]] = []
+    assert coldstart.prepare(found, absent) == found and not absent
+    assert Path(f"{fake}.created").read_text() == f"bench-m FROM {model}\n"
+    assert found[0].launch().output == b"bench-m:a b:1"

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 import tomllib
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,7 +64,11 @@ class Object(NamedTuple):
     @property
     def file(self) -> str:
         """The name of the result in the target's directory."""
-        return self.source.stem + (".ptx" if self.target.startswith("compute_") else ".cubin")
+        return self.source.stem + (".ptx.z" if self.is_ptx else ".cubin")
+
+    @property
+    def is_ptx(self) -> bool:
+        return self.target.startswith("compute_")
 
 
 class Compiler:
@@ -243,7 +248,10 @@ def write_target(directory: Path, compiler: Compiler, built: Sequence[Object], t
     directory.mkdir(parents=True)
     lines = [compiler.version]
     for made in (made for made in built if made.target == target):
-        shutil.copyfile(cache / f"{made.key}{Path(made.file).suffix}", directory / made.file)
+        if made.is_ptx:  # text, a tenth of its size when compressed
+            (directory / made.file).write_bytes(zlib.compress((cache / f"{made.key}.ptx").read_bytes(), 9))
+        else:
+            shutil.copyfile(cache / f"{made.key}.cubin", directory / made.file)
         for name, parameters in sorted(made.parameters.items()):
             lines.append(" ".join([name, made.file, *(f"{p.type}@{p.offset}" for p in parameters)]))
     (directory / "kernels.txt").write_text("\n".join(lines) + "\n")

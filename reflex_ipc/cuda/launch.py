@@ -168,9 +168,16 @@ class Module(Resource):
         device, cu = kernels.device, kernels.device.cu
         try:
             with open(path, "rb") as file:
-                image = file.read() + b"\0"  # PTX is text that ends in a zero byte; a cubin knows its own length
+                image = file.read()
         except OSError as error:
             raise DeviceError(f"{path}: {error.strerror}: the package is incomplete, install it again") from None
+        if kernels.is_ptx:
+            import zlib
+
+            try:
+                image = zlib.decompress(image) + b"\0"  # text that ends in a zero byte; a cubin knows its own length
+            except zlib.error as error:
+                raise DeviceError(f"{path}: {error}: the package is damaged, install it again") from None
         handle = ctypes.c_void_p()
         log = ctypes.create_string_buffer(4096)
         options = (ctypes.c_int * 2)(5, 6)  # CU_JIT_ERROR_LOG_BUFFER and its size

@@ -1,5 +1,6 @@
 """Fixtures of the tests that run against the fake driver: `pytest_plugins = ["fakecuda.fixtures"]` brings them in."""
 
+import zlib
 from pathlib import Path
 
 import pytest
@@ -34,10 +35,10 @@ def lib(tmp_path: Path) -> Path:
         directory.mkdir(parents=True)
         ptx = target.startswith("compute")
         for name in ("scale", "empty"):
-            (directory / f"{name}.{'ptx' if ptx else 'cubin'}").write_bytes(
-                b".version 9.0\n" if ptx else b"\x7fELF...."
+            (directory / f"{name}.{'ptx.z' if ptx else 'cubin'}").write_bytes(
+                zlib.compress(b".version 9.0\n") if ptx else b"\x7fELF...."
             )
-        (directory / "kernels.txt").write_text(KERNELS.replace("cubin", "ptx") if ptx else KERNELS)
+        (directory / "kernels.txt").write_text(KERNELS.replace("cubin", "ptx.z") if ptx else KERNELS)
     return tmp_path / "lib"
 
 

@@ -82,7 +82,7 @@ def test_every_architecture_and_ptx(built: Path):
 
 
 def kind(target: str) -> str:
-    return "ptx" if target.startswith("compute") else "cubin"
+    return "ptx.z" if target.startswith("compute") else "cubin"
 
 
 def test_the_manifest_says_what_is_there(built: Path):

@@ -4,10 +4,11 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test check format clean bench bench-report
+.PHONY: help demo test check format clean bench bench-report kernels
 help:
 	@echo 'make demo    create the environment, install the demo model, answer a prompt'
 	@echo 'make test    install what the tests need and run them'
+	@echo 'make kernels compile the CUDA kernels for every architecture'
 	@echo 'make check   format, lint and type check'
 	@echo 'make format  rewrite the sources in the project style'
 	@echo 'make bench   measure on the GPU of this machine, into docs/benchmarks/'
@@ -39,6 +40,11 @@ check: $(VENV)/.tests
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+
+# The compiler is 104 MB; a build of all architectures takes some minutes, a second one seconds.
+kernels: $(VENV)/.tests
+	$(PIP) --editable '.[nvcc]'
+	$(PY) kernels/build.py all
 
 format: $(VENV)/.tests
 	$(PY) -m ruff format .

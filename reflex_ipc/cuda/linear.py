@@ -388,7 +388,7 @@ def _matmul(limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: int, 
     for kind in kinds:
         of_kind = [m for m in matrices if m.type == kind]
         piece = 16 if kind in FLOATS else FORMATS[kind].piece
-        per_multiprocessor = 1 if width == 64 else 2
+        per_multiprocessor = 1 if width >= 32 else 2
         capacity = max(1, limits.multiprocessors * per_multiprocessor // (n_rows // width))
         tiles = [(m.n_out, 8 if swiglu else 16) for m in (of_kind[:1] if swiglu else of_kind)]
         split, blocks = _split(tiles, -(-x.width // (4 * piece)), capacity)

@@ -13,15 +13,19 @@ from reflex_ipc.cuda import launch
 from reflex_ipc.cuda.device import Device
 from reflex_ipc.cuda.driver import Driver
 from reflex_ipc.cuda.launch import Kernels
+from reflex_ipc.engine import DEVICE_NODES
 from reflex_ipc.errors import DeviceError
 
 _outcomes: dict[str, str] = {}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    absent = pytest.mark.skip(reason="there is no NVIDIA device here")
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+            if not any(map(os.path.exists, DEVICE_NODES)):
+                item.add_marker(absent)
 
 
 @pytest.fixture(scope="session")

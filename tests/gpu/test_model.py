@@ -166,7 +166,9 @@ def test_scores_are_the_references(fixtures: Path, name: str) -> None:
             assert got.passes == 1
             for a, b in zip(got.candidates, wanted.candidates, strict=True):
                 assert a.tokens == b.tokens
-                assert np.abs(np.subtract(a.token_logprobs, b.token_logprobs)).max() <= 0.03
+                # The bound is relative to logits with a standard deviation of about 2.5; four of that is the largest
+                # of some twenty errors, each of a logit and of its row's normaliser.
+                assert np.abs(np.subtract(a.token_logprobs, b.token_logprobs)).max() <= 4 * 2.5 * BOUNDS[name]
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3-w256-Q4_K_M", *OTHERS, *UNPROVEN])

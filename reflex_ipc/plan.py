@@ -453,6 +453,7 @@ class Builder:
         self.states: list[State] = []
         self.weights: dict[str, Tensor] = {}
         self._scope = ""
+        self._names: set[str] = set()
 
     def layers(self, n: int) -> Iterator[int]:
         for i in range(n):
@@ -482,6 +483,9 @@ class Builder:
         return Value(self._scope + name, width, selected)
 
     def _emit(self, op: Op) -> Value:
+        # Executors keep values by name: two of one name would silently be one.
+        assert op.out.name not in self._names, f"two values are called {op.out.name}"
+        self._names.add(op.out.name)
         self.ops.append(op)
         return op.out
 

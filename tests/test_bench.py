@@ -409,7 +409,8 @@ http.server.HTTPServer((host, int(port)), Handler).serve_forever()
 def test_a_start_of_ollama(tmp_path: Path):
     """As contenders.toml starts it, with a server that answers as its interface says."""
     fake = tmp_path / "ollama"
-    fake.write_text(f"#!{sys.executable}\n{OLLAMA}")
+    # A shell finds an interpreter whose path has spaces; to Python the second line is a string.
+    fake.write_text(f'#!/bin/sh\n"exec" "{sys.executable}" "$0" "$@"\n{OLLAMA}')
     fake.chmod(0o755)
     [(contender, fields)], _ = contenders.locate(
         [c for c in contenders.read() if c.name == "ollama"], {"ollama": str(fake)}, tmp_path

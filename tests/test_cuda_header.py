@@ -77,8 +77,9 @@ def header(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(str(error))
     source = tmp_path_factory.mktemp("header") / "asks.cu"
     source.write_text("#include <cuda.h>\n")
-    listed = subprocess.run([nvcc, "-M", source], capture_output=True, text=True, check=True).stdout.split()
-    return Path(next(word for word in listed if word.endswith("/cuda.h")))
+    listed = subprocess.run([nvcc, "-M", source], capture_output=True, text=True, check=True).stdout
+    words = re.split(r"(?<!\\)\s+", listed)  # as make writes them: a space in a path behind a backslash
+    return Path(next(word for word in words if word.endswith("/cuda.h")).replace("\\ ", " "))
 
 
 def test_prototypes(header: Path):

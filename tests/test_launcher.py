@@ -126,8 +126,9 @@ def test_which_commands_do(environment: Place, arguments: list[str], device: int
         assert environment.calls()[-1] == f"cuDevicePrimaryCtxRetain {device}"
 
 
-def test_what_the_user_preloads_stays(environment: Place):
-    other = library()  # any library will do
+def test_what_the_user_preloads_stays(environment: Place, tmp_path: Path):
+    # Any library will do, at a path without spaces, where the loader would split its list.
+    other = shutil.copy(library(), tmp_path / "other.so")
     said = environment.run("run", LD_PRELOAD=str(other))
     assert said["early"] and said["preload"] == str(other)
     assert said["leaked"] == ["LD_PRELOAD="]  # which is the user's, for children too

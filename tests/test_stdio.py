@@ -46,7 +46,7 @@ def test_start_and_end(tiny: Path) -> None:
         hello, *loading, ready = engine.until("ready")
         assert hello["event"] == "hello" and hello["protocol"] == 1 and hello["ops"][0] == "generate"
         assert {each["event"] for each in loading} <= {"loading"}
-        assert ready["model"]["architecture"] == "llama" and ready["timings"]["weights_ms"] > 0
+        assert ready["model"]["architecture"] == "llama" and ready["timings"]["executor_ms"] > 0
         engine.end_input()
         assert engine.rest() == [] and engine.code() == 0 and engine.complaints() == ""
 

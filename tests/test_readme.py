@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+BLOCKS = re.findall(r"^```([\w ]+)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 PYTHON = [text for kind, text in BLOCKS if kind == "python"]
 
 
-def commands() -> list[tuple[str, str]]:
+def commands(wanted: str) -> list[tuple[str, str]]:
     found = []
     for kind, text in BLOCKS:
-        if kind == "console":
+        if kind == wanted:
             for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
                 command, _, output = part.partition("\n")
                 found.append((command, output))
@@ -37,7 +37,7 @@ def path_with_reflex(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(("command", "output"), commands())
+@pytest.mark.parametrize(("command", "output"), commands("console"))
 def test_console_block(command: str, output: str, smollm2: Path, path_with_reflex: dict[str, str]) -> None:
     result = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command],
@@ -52,6 +52,14 @@ def test_console_block(command: str, output: str, smollm2: Path, path_with_refle
     assert result.stdout
     if output:
         assert result.stdout.rstrip("\n") == output.rstrip("\n")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("command", "output"), commands("console gpu"))
+def test_console_block_for_a_device(command: str, output: str, path_with_reflex: dict[str, str]) -> None:
+    if not any(os.path.exists(node) for node in ("/dev/nvidiactl", "/dev/dxg")):
+        pytest.skip("there is no NVIDIA device here")
+    test_console_block(command, output, Path(), path_with_reflex)
 
 
 @pytest.mark.model

@@ -1,8 +1,8 @@
-"""The model file: a mapped GGUF, one file or a set of shards.
+"""The model file: a GGUF, its metadata and tensor table; one file or a set of shards.
 
-The files are mapped, not read. A file that another process truncates while it is open here makes the kernel raise
-SIGBUS at the first touch of a page that is gone: no reader of a mapped file can prevent that. Replacing a file (writing
-the new one beside it and renaming it over the old) is safe.
+The header is read; the data section is mapped by whoever asks for `data`, and read by everybody else. A file that
+another process cuts while it is open becomes an error where it is read, and SIGBUS at the first touch of a page that is
+gone where it is mapped: no reader of a map can prevent that.
 """
 
 import builtins
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, overload
 
 from reflex_ipc.errors import ModelFileError, OutOfMemoryError
-from reflex_ipc.gguf_header import TYPES, GGMLType, Header, StringArray, Tensor, Value, describe, quoted
+from reflex_ipc.gguf_header import TYPES, GGMLType, Header, MoreNeeded, StringArray, Tensor, Value, describe, quoted
 
 __all__ = ["GGUF", "TYPES", "GGMLType", "Shard", "StringArray", "Tensor", "Value"]
 
@@ -25,13 +25,15 @@ _NOT_FILES = (
     (stat.S_ISFIFO, "is a pipe; a model is mapped, so it has to be a file"),
 )
 
+_FIRST_READ = 8 << 20
+"""Bytes that hold the whole header of the usual file, 152k words included."""
 _MOST_LAYERS = 1 << 16  # of a model; a scalar is not spread over more
 
 
 class Shard:
-    """One file, open and mapped. `data_offset`: where its data section starts."""
+    """One open file. `data_offset`: where its data section starts."""
 
-    __slots__ = ("data_offset", "fd", "map", "path", "size")
+    __slots__ = ("_map", "data_offset", "fd", "path", "size")
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -52,14 +54,37 @@ class Shard:
             self.size = status.st_size
             if self.size == 0:
                 raise ModelFileError(f"{path}: the file is empty")
-            self.map = mmap.mmap(self.fd, self.size, prot=mmap.PROT_READ)
-        except BaseException as error:
+        except BaseException:
             os.close(self.fd)
-            if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-                raise OutOfMemoryError(f"{path}: there is no room to map its {self.size:,} bytes") from None
-            if isinstance(error, OSError | ValueError):  # ValueError: the file shrank since fstat
-                raise ModelFileError(f"{path}: cannot be mapped: {error}") from None
             raise
+        self._map: mmap.mmap | None = None
+
+    @property
+    def map(self) -> mmap.mmap:
+        """The mapped file. Only the data section is looked at through it, and only by whoever asks for it."""
+        if self._map is None:
+            try:
+                self._map = mmap.mmap(self.fd, self.size, prot=mmap.PROT_READ)
+            except (OSError, ValueError) as error:  # ValueError: the file shrank since fstat
+                if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+                    raise OutOfMemoryError(f"{self.path}: there is no room to map its {self.size:,} bytes") from None
+                raise ModelFileError(f"{self.path}: cannot be mapped: {error}") from None
+        return self._map
+
+    def read(self, size: int) -> bytes:
+        """The file's first `size` bytes, or all there are."""
+        parts: list[bytes] = []
+        at = 0
+        while at < size:
+            try:
+                part = os.pread(self.fd, size - at, at)
+            except OSError as error:
+                raise ModelFileError(f"{self.path}: cannot be read: {error.strerror}") from None
+            if not part:
+                break
+            parts.append(part)
+            at += len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -130,13 +155,25 @@ class GGUF:
     def _add(self, path: builtins.str) -> Header:
         shard = Shard(path)
         self.shards.append(shard)
-        header = Header(shard.map, path, len(self.shards) - 1)
+        header = self._header(shard)
         shard.data_offset = header.data_offset
         for name in header.tensors:
             if name in self.tensors:
                 self._fail(f"tensor {quoted(name)} appears in shard {self.tensors[name].shard + 1} and in {path}")
         self.tensors.update(header.tensors)
         return header
+
+    def _header(self, shard: Shard) -> Header:
+        """Read, not mapped: a file that another process cuts under us is then too short, and not the end of us."""
+        want = _FIRST_READ
+        while True:
+            start = shard.read(min(want, shard.size))
+            try:
+                return Header(start, shard.path, len(self.shards) - 1, shard.size)
+            except MoreNeeded:
+                if len(start) < min(want, shard.size):
+                    raise ModelFileError(f"{shard.path}: the file shrank while it was read") from None
+                want *= 4
 
     def _add_rest(self, count: builtins.int) -> None:
         no = self.int("split.no")

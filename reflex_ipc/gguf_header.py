@@ -14,7 +14,6 @@ in a `ModelFileError` that names the key or tensor. What is sound but not done h
 arrays, retired tensor types) is an `UnsupportedModelError`.
 """
 
-import mmap
 import struct
 from collections.abc import Container, Iterator, Sequence
 from itertools import repeat
@@ -85,8 +84,6 @@ _OTHER_FORMATS = (
     (b"lmgg", "a GGML model, older than GGUF; convert it again from the original weights"),
 )
 
-_Buffer: TypeAlias = bytes | mmap.mmap
-
 
 class Tensor(NamedTuple):
     """An entry of the tensor table."""
@@ -124,7 +121,7 @@ class StringArray(Sequence[str]):
 
     __slots__ = ("_buffer", "_lengths", "_raw", "_starts", "_what")
 
-    def __init__(self, what: str, buffer: _Buffer, starts: list[int], lengths: list[int]) -> None:
+    def __init__(self, what: str, buffer: bytes, starts: list[int], lengths: list[int]) -> None:
         self._what = what  # file and key, for messages
         self._buffer = buffer
         self._starts = starts  # where every _BLOCK-th string's length field lies
@@ -194,12 +191,20 @@ Value: TypeAlias = "bool | int | float | str | memoryview[Any] | StringArray"
 """A metadata value. An array of numbers is a typed view of the file's bytes: indexing or `list()` decodes it."""
 
 
-class Header:
-    """Everything in front of the data section of one file, checked against the file's size (the buffer's length)."""
+class MoreNeeded(Exception):
+    """The header goes on behind the part of the file that was given."""
 
-    def __init__(self, buffer: _Buffer, path: str, shard: int = 0) -> None:
+
+class Header:
+    """Everything in front of the data section of one file, checked against the file's size.
+
+    `buffer` is the file's beginning, `size` the size of all of it, the buffer's own where it is left out. Raises
+    MoreNeeded where the buffer ends inside the header.
+    """
+
+    def __init__(self, buffer: bytes, path: str, shard: int = 0, size: int | None = None) -> None:
         self._buffer = buffer
-        self._size = len(buffer)
+        self._size = len(buffer) if size is None else size
         self._path = path
         self._pos = 0
         self._where = "the header"  # what is being read, for messages
@@ -211,6 +216,8 @@ class Header:
             self.alignment = self._read_alignment()
             self.tensors = self._read_tensors(n_tensors, shard)
         except (struct.error, OverflowError):  # a field, or where one should be, lies behind the last byte
+            if len(buffer) < self._size:
+                raise MoreNeeded from None
             self._fail(f"the file ends inside {self._where}: it is cut or damaged")
 
     def _fail(self, message: str, kind: type[Exception] = ModelFileError) -> NoReturn:
@@ -227,6 +234,8 @@ class Header:
         if length > self._size - start:
             self._fail(f"{self._where} claims {length} bytes, but {self._size - start} are left: it is cut or damaged")
         self._pos = start + length
+        if self._pos > len(self._buffer):
+            raise MoreNeeded
         return self._buffer[start : self._pos]
 
     def _text(self) -> str:
@@ -295,6 +304,8 @@ class Header:
         nbytes = count * struct.calcsize(code)
         self._check_count(count, nbytes)
         self._pos += nbytes
+        if self._pos > len(self._buffer):
+            raise MoreNeeded
         view = memoryview(self._buffer)[start : self._pos]
         if kind == _BOOL and bytes(view).strip(b"\0\1"):
             self._fail(f"{self._where} is an array of bools with values other than 0 and 1")
@@ -318,6 +329,8 @@ class Header:
                 pos += 8 + length
         if pos > self._size:
             self._fail(f"the file ends inside {self._where}: it is cut or damaged")
+        if pos > len(buffer):
+            raise MoreNeeded
         self._pos = pos
         return StringArray(f"{self._path}: key {quoted(key)}", buffer, starts, lengths)
 

@@ -33,6 +33,7 @@ from gguf_bytes import (
 )
 from gguf_refusal import open_files
 
+from reflex_ipc import gguf as gguf_module
 from reflex_ipc.errors import ModelFileError
 from reflex_ipc.gguf import GGUF, TYPES, StringArray
 
@@ -388,3 +389,31 @@ def test_strings_cut_out_of_a_long_array(tmp_path: Path) -> None:
                     assert found[first:last] == [text.decode() for text in strings[first:last]]
             assert found[-1:-4:-1] == [text.decode() for text in strings[-1:-4:-1]]
             assert file.strings("none").cut(0, 0) == file.strings("none").raw == file.strings("none")[:] == []
+
+
+@pytest.mark.parametrize("first", [24, 64, 1000, 5000])
+def test_headers_longer_than_the_first_read(fixtures: Path, monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+    """Wherever the first read ends, in a name, a number, an array or a string, the next one goes on."""
+    path = fixtures / "exact" / "qwen3-f16.gguf"
+    with GGUF.open(path) as whole:
+        expected = {key: list(v) if not isinstance(v, str | int | float) else v for key, v in whole.metadata.items()}
+        tensors = whole.tensors
+    monkeypatch.setattr(gguf_module, "_FIRST_READ", first)
+    with GGUF.open(path) as pieces:
+        found = {key: list(v) if not isinstance(v, str | int | float) else v for key, v in pieces.metadata.items()}
+        assert (found, pieces.tensors) == (expected, tensors)
+
+
+def test_a_file_that_shrinks_while_it_is_read(fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process cuts the file between our looking at its size and our reading it."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes((fixtures / "exact" / "qwen3-f16.gguf").read_bytes())
+    read = gguf_module.Shard.read
+
+    def cut_first(shard: gguf_module.Shard, size: int) -> bytes:
+        os.truncate(path, 3000)
+        return read(shard, size)
+
+    monkeypatch.setattr(gguf_module.Shard, "read", cut_first)
+    with pytest.raises(ModelFileError, match="shrank"):
+        GGUF.open(path)

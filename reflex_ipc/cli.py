@@ -191,7 +191,7 @@ def _uds_arguments(parser: ArgumentParser) -> None:
         "--exit-after-idle",
         type=_seconds,
         metavar="S",
-        help="end after so many seconds without a connection or a request",
+        help="end after so many seconds in which no byte came and nothing was asked",
     )
 
 

@@ -5,6 +5,7 @@ from math import isfinite
 from typing import Any
 
 from reflex_ipc.gguf import GGUF, StringArray, Value
+from reflex_ipc.plan import PREFILL_CHUNK, Plan
 from reflex_ipc.terminal import visible
 
 _SHOWN = 6  # elements of an array that the text shows
@@ -67,7 +68,44 @@ def add_plan(description: dict[str, Any], gguf: GGUF, context: int | None) -> No
             "bytes_per_token": 4 * per_token,
         }
     ]
+    on_device = _on_device(gguf, plan, n_ctx)
+    if on_device is not None:
+        description["memory"].append(on_device)
     description["ignored"] = list(plan.ignored)
+
+
+def _on_device(gguf: GGUF, plan: Plan, n_ctx: int) -> dict[str, Any] | None:
+    """The same for a CUDA device, None for a model that runs on the CPU only: the file's own bytes, a half-precision
+    cache in pages, recurrent states twice."""
+    from reflex_ipc.cuda import lower
+    from reflex_ipc.cuda.buffers import Columns
+    from reflex_ipc.cuda.executor import Weights
+    from reflex_ipc.cuda.families import UNPROVEN
+    from reflex_ipc.cuda.fuse import fused
+    from reflex_ipc.cuda.places import PAGE, CacheLayout
+    from reflex_ipc.errors import UnsupportedModelError
+
+    try:
+        lower.check(plan)
+    except UnsupportedModelError:
+        return None
+    if plan.arch in UNPROVEN:
+        return None
+    layout, columns = CacheLayout(plan), Columns(fused(plan), plan.logits.name)
+    _, fixed = plan.state_elements()
+    weights = Weights(gguf, plan).size
+    cache = layout.pages(n_ctx) * layout.page_bytes + 2 * 4 * fixed
+    scratch = 4 * (min(n_ctx, PREFILL_CHUNK) * columns.width + columns.selected_width) + (64 << 20)
+    return {
+        "backend": "cuda",
+        "context": n_ctx,
+        "weights": weights,
+        "cache": cache,
+        "scratch": scratch,
+        "total": weights + cache + scratch,
+        "fixed_state": 2 * 4 * fixed,
+        "bytes_per_token": layout.page_bytes // PAGE,
+    }
 
 
 def render(description: dict[str, Any]) -> str:

@@ -253,7 +253,11 @@ def _row(cell: Cell, state: str, cache: str, runs: Sequence[Run]) -> dict[str, A
         "model": os.path.basename(cell.fields["model"]),
         "contender": cell.contender.name,
         "prompt_tokens": cell.prompt_tokens,
-        "command": [word if len(word) < 200 else word[:60] + "…" for word in cell.contender.argv(cell.fields)],
+        # Where the checkout lies says nothing about what was run.
+        "command": [
+            (word if len(word) < 200 else word[:60] + "…").replace(f"{measure.ROOT}/", "./")
+            for word in cell.contender.argv(cell.fields)
+        ],
         "env": dict(cell.contender.env),
         "n": len(runs),
         "first_ms": [round(run.first_ms, 3) for run in runs],

@@ -347,7 +347,7 @@ class TestCommands:
 
     def test_device(self, tmp_path: Path):
         """Everything, as far as it goes without a GPU: the floor runs, what cannot be had is listed."""
-        shape = ["--models", "qwen3-0.6b", "--target", "none", "--only", "back-to-back", "--limit", "8"]
+        shape = ["--models", "qwen3-0.6b", "--target", "none", "--only", "back-to-back", "--limit", "25"]
         command = [
             sys.executable,
             ROOT / "bench" / "device.py",
@@ -356,7 +356,7 @@ class TestCommands:
             tmp_path / "models",
             *shape,
         ]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert result.returncode == 0, result.stderr
         saved = json.loads((tmp_path / "out" / "coldstart-back-to-back.json").read_text())
         [row] = [row for row in saved["rows"] if row["contender"] == "floor"]

@@ -8,6 +8,8 @@ removed.
 import errno
 import fcntl
 import os
+import re
+import signal
 import socket
 import stat
 
@@ -15,6 +17,9 @@ from reflex_ipc.errors import InputOutputError, InvalidRequestError
 
 _HANDED_OVER = 3
 """The first descriptor of the LISTEN_FDS convention (sd_listen_fds(3))."""
+
+_LOCK = re.compile(rb"(?:\(\d+, \d+\)\n)?")
+"""What a lock file holds: nothing yet, or device and inode of the socket."""
 
 
 class Listener:
@@ -70,23 +75,39 @@ def listen(path: str, mode: int = 0o600) -> Listener:
         lock = _take_lock(path)
         try:
             _clear(path, lock)
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            before = os.umask(0o777 & ~mode)
-            try:
-                sock.bind(path)
-            finally:
-                os.umask(before)
-            listener = Listener(sock, path, path, lock)
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, f"{listener._identity}\n".encode(), 0)
-            sock.listen(64)
-            return listener
+            return _bind(path, mode, lock)
         except BaseException:
-            os.unlink(_lock_path(path))
+            # What it says of a socket that is still there is the next engine's proof; an empty one says nothing.
+            if os.fstat(lock).st_size == 0:
+                os.unlink(_lock_path(path))
             os.close(lock)
             raise
     except OSError as error:
         raise InputOutputError(f"{path}: {error.strerror or error}") from error
+
+
+def _bind(path: str, mode: int, lock: int) -> Listener:
+    # A signal between the two would leave a socket that no lock speaks of, and that nobody removes.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        before = os.umask(0o777 & ~mode)
+        try:
+            sock.bind(path)
+        finally:
+            os.umask(before)
+        try:
+            listener = Listener(sock, path, path, lock)
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{listener._identity}\n".encode(), 0)
+            sock.listen(64)
+        except BaseException:
+            os.unlink(path)
+            os.ftruncate(lock, 0)
+            raise
+        return listener
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def handed_over_listener() -> Listener | None:
@@ -181,6 +202,9 @@ def _take_lock(path: str) -> int:
             held = os.fstat(lock)
             # Whoever held it may have removed the file between our two calls; then this lock is of no file.
             if _identity(_lock_path(path)) == (held.st_dev, held.st_ino):
+                if not _LOCK.fullmatch(os.pread(lock, 100, 0)):
+                    os.close(lock)
+                    raise InputOutputError(f"{_lock_path(path)}: this file is no lock of ours; name another socket")
                 return lock
         except BlockingIOError:
             os.close(lock)

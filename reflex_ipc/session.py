@@ -111,6 +111,9 @@ TRANSITIONS: dict[State, dict[Happening, State]] = {
     _S.CLOSED: {},
 }
 
+MOST_WAITING = 4096
+"""Lines read ahead, however short: each costs a hundred times its bytes."""
+
 UNDER_WAY = frozenset({State.RUNNING, State.STREAMING, State.STOPPING, State.ABANDONED})
 """The states in which the engine works for this connection."""
 
@@ -151,6 +154,7 @@ class Session:
         self._deadline: float | None = None  # of the running request
         self._verdict: str | None = None  # why the running request has to stop
         self._waiting: deque[_Waiting] = deque()
+        self._targets: dict[messages.Id, deque[_Waiting]] = {}  # waiting requests that a cancel may mean, by id
         self._partial = bytearray()  # the start of a line
         self._held = 0  # bytes of all waiting lines
         self._discarding = False  # the rest of a line that was too long
@@ -168,6 +172,8 @@ class Session:
     def room(self) -> int:
         """How many bytes `receive` takes now; 0: do not read."""
         if self._ended or self.state in (State.LOADING, State.ABANDONED, State.CLOSED):
+            return 0
+        if len(self._waiting) >= MOST_WAITING:
             return 0
         return max(0, self._limits.line_bytes + 1 - self._held - len(self._partial))
 
@@ -218,7 +224,10 @@ class Session:
         self._discarding = True
 
     def _wait(self, request: Request | Refusal, size: int, now: float) -> None:
-        self._waiting.append(_Waiting(request, size, now))
+        waiting = _Waiting(request, size, now)
+        self._waiting.append(waiting)
+        if not isinstance(request, Refusal):
+            self._targets.setdefault(request.id, deque()).append(waiting)
         self._held += size
 
     def _cancel(self, cancel: Cancel) -> None:
@@ -230,12 +239,18 @@ class Session:
             self._verdict = self._verdict or "cancelled"
         else:
             self._move(Happening.OTHER_CANCEL)
-            for each in self._waiting:
-                if each.request.id == cancel.target and not isinstance(each.request, Refusal) and not each.cancelled:
-                    each.cancelled = True
-                    found = "waiting"
-                    break
+            if cancel.target in self._targets:
+                self._untarget(cancel.target).cancelled = True
+                found = "waiting"
         self.output.append(messages.Result(cancel.id, {"target": cancel.target, "found": found}))
+
+    def _untarget(self, id: messages.Id) -> _Waiting:
+        """The first waiting request of this id, which no cancel means any more."""
+        same = self._targets[id]
+        first = same.popleft()
+        if not same:
+            del self._targets[id]
+        return first
 
     def take(self, now: float) -> Request | None:
         """Deal with one line. A request that needs the engine is returned, and the caller then `say`s its events."""
@@ -246,6 +261,8 @@ class Session:
         request = first.request
         self._move(Happening.REFUSED if isinstance(request, Refusal) else Happening.REQUEST)
         self._waiting.popleft()
+        if not isinstance(request, Refusal) and not first.cancelled:
+            self._untarget(request.id)
         self._held -= first.size
         if isinstance(request, Refusal):
             self.output.append(Error(*request))
@@ -312,5 +329,6 @@ class Session:
         self._move(happening)
         self._verdict = self._verdict or "cancelled"
         self._waiting.clear()
+        self._targets.clear()
         self._partial.clear()
         self._held = 0

@@ -1,6 +1,7 @@
 """The rules of one connection, driven without I/O: examples, and a naive model against the table."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -443,3 +444,28 @@ class TableAgainstModel(RuleBasedStateMachine):
 
 TestTable = TableAgainstModel.TestCase
 TestTable.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+
+
+def test_cancels_do_not_search_the_queue() -> None:
+    """Tens of thousands of cancels behind as many waiting lines: each is answered by a look-up."""
+    session = Session(Limits(), "1")
+    session.loaded(Ready({}, {}))
+    session.output.clear()
+    session.receive(b'{"id":0,"op":"info"}\n' + b"x\n" * 30_000, 0.0)
+    assert session.take(0.0) is not None
+    began = time.process_time()
+    session.receive(b"".join(b'{"id":1,"op":"cancel","target":%d}\n' % n for n in range(1, 20_001)), 0.0)
+    assert time.process_time() - began < 5  # searching took minutes
+    assert sum(isinstance(event, Result) for event in session.output) == 20_000
+
+
+def test_lines_read_ahead_are_bounded_in_number() -> None:
+    session = Session(Limits(), "1")
+    session.loaded(Ready({}, {}))
+    session.receive(b'{"id":0,"op":"info"}\n', 0.0)
+    assert session.take(0.0) is not None
+    n = 0
+    while session.room >= 2:
+        session.receive(b"x\n", 0.0)
+        n += 1
+    assert n < 5000

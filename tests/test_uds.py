@@ -27,6 +27,9 @@ LONG = {"op": "generate", "prompt": "Hello", "max_tokens": 4000, "ignore_eos": T
 SHORT = {**LONG, "max_tokens": 3}
 
 
+ROOT = Path(__file__).parents[1]
+
+
 @pytest.fixture(scope="session")
 def tiny(fixtures: Path) -> Path:
     return fixtures / "exact" / "llama-f16.gguf"
@@ -81,7 +84,13 @@ def refused(model: Path, path: Path, *words: str) -> None:
         state = os.lstat(path)
         return state.st_dev, state.st_ino, state.st_mode, state.st_size, state.st_mtime_ns
 
-    before = found()
+    def lock() -> bytes | None:
+        try:
+            return Path(f"{path}.lock").read_bytes()
+        except OSError:
+            return None
+
+    before, lock_before = found(), lock()
     with Server(model, path) as server:
         assert server.code() == 11
         (complaint,) = server.complaints()
@@ -89,7 +98,7 @@ def refused(model: Path, path: Path, *words: str) -> None:
             assert word in complaint
     assert found() == before
     if not words or "another engine" not in words[0]:
-        assert not os.path.lexists(f"{path}.lock")
+        assert lock() == lock_before  # none, or what a dead engine's lock says
 
 
 # The socket in the file system
@@ -727,3 +736,32 @@ def test_memory_for_what_waits_is_bounded(server: Server) -> None:
         assert resident_kilobytes(server.process.pid) - before < 7 * (4 << 10) * 2
         for client in clients:
             client.socket.close()
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, tiny: Path) -> None:
+    """The lock cannot be written: no socket stays, and the next start finds the place free."""
+    directory = tmp_path / "own"
+    directory.mkdir(mode=0o700)
+    path = directory / "s.sock"
+    command = [sys.executable, "-m", "reflex_ipc", "uds", str(tiny), str(path), "--backend", "cpu"]
+    script = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+    script += "os.execv(sys.argv[1], sys.argv[1:])"
+    full = subprocess.run(
+        [sys.executable, "-c", script, *command], capture_output=True, timeout=60, stdin=subprocess.DEVNULL, cwd=ROOT
+    )
+    assert full.returncode != 0 and not path.exists()
+    again = subprocess.run(
+        [*command, "--exit-after-idle", "0.2"], capture_output=True, timeout=60, stdin=subprocess.DEVNULL, cwd=ROOT
+    )
+    assert again.returncode == 0, again.stderr
+
+
+def test_somebody_elses_lock_file_is_left_alone(tmp_path: Path, tiny: Path) -> None:
+    directory = tmp_path / "own"
+    directory.mkdir(mode=0o700)
+    lock = directory / "s.sock.lock"
+    lock.write_text("my notes\n")
+    command = [sys.executable, "-m", "reflex_ipc", "uds", str(tiny), str(directory / "s.sock"), "--backend", "cpu"]
+    result = subprocess.run(command, capture_output=True, timeout=60, stdin=subprocess.DEVNULL, cwd=ROOT)
+    assert result.returncode == 11 and b"no lock of ours" in result.stderr
+    assert lock.read_text() == "my notes\n"

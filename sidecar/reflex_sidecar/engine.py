@@ -12,6 +12,7 @@ from reflex_sidecar.links import Link
 from reflex_sidecar.wire import Conversation, Event
 
 LAST = ("done", "result", "error")
+LONGEST_ANSWER_S = 3600.0
 CLOSE_S = 3.0
 """How long cancelled requests may take to end when the process is told to."""
 
@@ -148,7 +149,9 @@ class Turn:
         except ApiError as error:
             reply.finished = error.status == 413  # not a byte was sent
             raise
-        first = await reply.next(max(1.0, self._until - time.monotonic()))
+        # Only `generate` says that it has begun; what else there is answers when it is done.
+        wait = max(1.0, self._until - time.monotonic()) if request["op"] == "generate" else LONGEST_ANSWER_S
+        first = await reply.next(wait)
         if first is None:
             raise ApiError(503, "busy", "the engine is busy with other clients", retry_after=2)
         reply.first = first

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import logging
+import resource
 import socket
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ HEADERS_S = 10.0
 """How long the headers of a request may take."""
 READER_S = 20.0
 """How long a client may leave a full buffer unread. The engine waits that long too: keep it below its own time-out."""
-CONNECTIONS = 512
+BACKLOG = 512
 GRACE_S = 5
 """How long running answers may take when the process is told to end."""
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
@@ -73,13 +74,16 @@ def serve(options: argparse.Namespace, command: Sequence[str], key: str | None, 
     """Serve until SIGINT or SIGTERM. `hidden`: see ChildLink. Returns the exit code."""
     try:
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        listener = socket.create_server((options.host, options.port), family=family, backlog=CONNECTIONS)
+        listener = socket.create_server((options.host, options.port), family=family, backlog=BACKLOG)
         # Connections inherit it. asyncio sets it only on sockets that were made with an explicit protocol number, and
         # without it every answer waits 40 ms for the client's delayed acknowledgement of its headers.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except (OSError, OverflowError) as error:
         print(f"reflex-sidecar: {options.host} port {options.port}: {error}", file=sys.stderr)
         return 1
+    # Idle connections cost descriptors until their headers are due; a limit on their number would shut out /livez.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 16384)) if hard >= 0 else 16384, hard))
     link: Link = SocketLink(options.socket) if options.socket is not None else ChildLink(command, hidden)
     bound = f"[{options.host}]" if family == socket.AF_INET6 else options.host
     settings = Settings(
@@ -101,7 +105,6 @@ def serve(options: argparse.Namespace, command: Sequence[str], key: str | None, 
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=CONNECTIONS,
         timeout_graceful_shutdown=GRACE_S,
     )
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # its traces quote what they were doing

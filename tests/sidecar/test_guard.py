@@ -258,3 +258,15 @@ def resident(pid: int) -> int:
     """Kilobytes of a process's own memory."""
     [line] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon:")]
     return int(line.split()[1])
+
+
+def test_idle_connections_do_not_shut_out_livez(child: Sidecar) -> None:
+    """More connections than a usual limit, that send nothing: the probe is answered all the same."""
+    idle = []
+    try:
+        for _ in range(600):
+            idle.append(socket.create_connection(("127.0.0.1", child.port), timeout=PATIENCE))
+        assert httpx.get(child.url + "/livez", timeout=PATIENCE).status_code == 200
+    finally:
+        for connection in idle:
+            connection.close()

@@ -137,7 +137,9 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
 
 
 def test_logprobs_without_alternatives(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model="llama-f16", messages=HELLO, max_tokens=2, logprobs=True)
+    answer = client.chat.completions.create(
+        model="llama-f16", messages=HELLO, max_tokens=2, logprobs=True, temperature=0
+    )
     assert answer.choices[0].logprobs and answer.choices[0].logprobs.content
     assert [entry.top_logprobs for entry in answer.choices[0].logprobs.content] == [[], []]
 

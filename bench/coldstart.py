@@ -225,9 +225,12 @@ def rounds(
         longest = 0.0
         for number in range(-1 if discard else 0, n):
             began = time.monotonic()
-            if began + longest > until:
-                break
             if not active:
+                break
+            if began + longest > until:
+                names = ", ".join(cell.label for cell in active)
+                why = f"{state}, {cache} cache: {max(number, 0)} of {n} rounds, then the time was up"
+                absent.append({"contender": f"{names}: {os.path.basename(active[0].fields['model'])}", "why": why})
                 break
             turn = number % len(active)
             for cell in active[turn:] + active[:turn]:

@@ -115,8 +115,9 @@ class Pools:
 
 
 def write(path: str | os.PathLike[str], metadata: dict[str, Any], vocabulary: Path, n_vocab: int,
-          tensors: Sequence[Tensor], seed: int) -> int:  # fmt: skip
-    """Write a file and return its size. `vocabulary`, a vocabulary-only file under xz, is filled up to `n_vocab`."""
+          tensors: Sequence[Tensor], seed: int, *, sparse: bool = False) -> int:  # fmt: skip
+    """Write a file and return its size. `vocabulary`, a vocabulary-only file under xz, is filled up to `n_vocab`.
+    `sparse`: the tensors are left as holes, which take no room on a disk."""
     words = _vocabulary(vocabulary, n_vocab)
     pairs = [_string(key) + _value(value) for key, value in metadata.items()] + words
     infos, offset = [], 0
@@ -134,13 +135,13 @@ def write(path: str | os.PathLike[str], metadata: dict[str, Any], vocabulary: Pa
         file.flush()
         os.truncate(file.fileno(), at + offset)
         written = []
-        for tensor in tensors:
+        for tensor in () if sparse else tensors:
             written.append(writers.submit(_write_at, file.fileno(), at, pools.pieces(tensor)))
             at += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         for each in written:
             each.result()
     part.rename(path)
-    return at
+    return len(header) + offset
 
 
 def _write_at(fd: int, at: int, pieces: list[memoryview]) -> None:

@@ -2,6 +2,7 @@
 
     python bench/models.py OUT qwen3-8b                   in the mix Q4_K_M
     python bench/models.py OUT qwen3-0.6b --mix BF16 --layers 2
+    python bench/models.py OUT deepseek-v3 --sparse       holes for weights: what `reflex inspect` needs of 400 GB
 
 The vocabulary is a real one, the mix that of llama.cpp's quantiser, the metadata what its converter writes. What such a
 model says means nothing.
@@ -43,6 +44,8 @@ class Shape(NamedTuple):
     n_head_k: int = 0  # of delta-net layers
     n_head_v: int = 0
     bos: int | None = None  # where prompts begin with one
+    n_dense: int = 0  # leading layers without experts, of DeepSeek
+    q_rank: int = 0  # of DeepSeek's queries; 0: in one piece
 
 
 SHAPES = {
@@ -61,7 +64,11 @@ SHAPES = {
     ),
     "deepseek-v2-lite": Shape(
         "deepseek2", 27, 2048, 16, 1, 192, 10944, 102400, 163840, "deepseek-llm", n_expert=64, n_used=6, n_ff_exp=1408,
-        n_ff_shared=2816, bos=100000,
+        n_ff_shared=2816, bos=100000, n_dense=1,
+    ),
+    "deepseek-v3": Shape(
+        "deepseek2", 61, 7168, 128, 1, 192, 18432, 129280, 163840, "deepseek-v3", n_expert=256, n_used=8, n_ff_exp=2048,
+        n_ff_shared=2048, bos=0, n_dense=3, q_rank=1536,
     ),
 }  # fmt: skip
 
@@ -178,14 +185,22 @@ def _qwen35_layer(s: Shape, i: int) -> Iterator[Slot]:
 
 def _deepseek2_layer(s: Shape, i: int) -> Iterator[Slot]:
     yield "attn_norm.weight", (s.n_embd,), "norm"
-    yield from _ffn(s, dense=i == 0)
+    yield from _ffn(s, dense=i < s.n_dense)
+    if s.q_rank and i >= s.n_dense:
+        yield "exp_probs_b.bias", (s.n_expert,), "bias"
     yield "ffn_norm.weight", (s.n_embd,), "norm"
     yield "attn_kv_a_norm.weight", (_RANK,), "norm"
     yield "attn_kv_a_mqa.weight", (s.n_embd, _RANK + _ROPE), None
     yield "attn_k_b.weight", (_NOPE, _RANK, s.n_head), None
     yield "attn_v_b.weight", (_RANK, _VALUE, s.n_head), None
     yield "attn_output.weight", (s.n_head * _VALUE, s.n_embd), None
-    yield "attn_q.weight", (s.n_embd, s.n_head * (_NOPE + _ROPE)), None
+    queries = s.n_head * (_NOPE + _ROPE)
+    if s.q_rank:
+        yield "attn_q_a_norm.weight", (s.q_rank,), "norm"
+        yield "attn_q_a.weight", (s.n_embd, s.q_rank), None
+        yield "attn_q_b.weight", (s.q_rank, queries), None
+    else:
+        yield "attn_q.weight", (s.n_embd, queries), None
 
 
 def metadata(name: str, s: Shape, mix: str) -> dict[str, Any]:
@@ -235,25 +250,29 @@ def _qwen35_keys(s: Shape) -> dict[str, Any]:
 
 
 def _deepseek2_keys(s: Shape) -> dict[str, Any]:
-    return {
+    """Of V3 where queries have a rank, else of V2-Lite: how experts are chosen, and the magnitude of YaRN."""
+    is_v3 = s.q_rank > 0
+    keys: dict[str, Any] = {
         "rope.freq_base": 1e4,
         "rope.dimension_count": _ROPE,
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": 40.0,
         "rope.scaling.original_context_length": 4096,
-        "rope.scaling.yarn_log_multiplier": 0.0707,
+        "rope.scaling.yarn_log_multiplier": 0.1 if is_v3 else 0.0707,
         "attention.key_length": _RANK + _ROPE,
         "attention.value_length": _RANK,
         "attention.key_length_mla": _NOPE + _ROPE,
         "attention.value_length_mla": _VALUE,
         "attention.kv_lora_rank": _RANK,
-        "leading_dense_block_count": 1,
+        "leading_dense_block_count": s.n_dense,
         "expert_shared_count": s.n_ff_shared // s.n_ff_exp,
-        "expert_gating_func": 1,
-        "expert_weights_scale": 1.0,
-        "expert_group_count": 1,
-        "expert_group_used_count": 1,
+        "expert_gating_func": 2 if is_v3 else 1,
+        "expert_weights_scale": 2.5 if is_v3 else 1.0,
+        "expert_weights_norm": is_v3,
+        "expert_group_count": 8 if is_v3 else 1,
+        "expert_group_used_count": 4 if is_v3 else 1,
     }
+    return keys | ({"attention.q_lora_rank": s.q_rank} if is_v3 else {})
 
 
 _FAMILY_KEYS: dict[str, Callable[[Shape], dict[str, Any]]] = {
@@ -263,15 +282,17 @@ _FAMILY_KEYS: dict[str, Callable[[Shape], dict[str, Any]]] = {
 }
 
 
-def make(path: Path, name: str, mix: str = "Q4_K_M", layers: int | None = None, seed: int = 7) -> int:
-    """Write a model file; the number of bytes. The same arguments give the same bytes."""
+def make(
+    path: Path, name: str, mix: str = "Q4_K_M", layers: int | None = None, seed: int = 7, *, sparse: bool = False
+) -> int:
+    """Write a model file; the number of bytes. The same arguments give the same bytes. `sparse`: weights are holes."""
     shape = SHAPES[name]
     if layers is not None:
         shape = shape._replace(n_layer=layers)
     vocabulary = VOCABULARIES / f"{shape.vocabulary}.vocab.gguf.xz"
     path.parent.mkdir(parents=True, exist_ok=True)
     return gguf_out.write(
-        path, metadata(name, shape, mix), vocabulary, shape.n_vocab, tensors(shape, mix), seed
+        path, metadata(name, shape, mix), vocabulary, shape.n_vocab, tensors(shape, mix), seed, sparse=sparse
     )  # fmt: skip
 
 
@@ -282,9 +303,10 @@ def main() -> int:
     parser.add_argument("--mix", choices=MIXES, default="Q4_K_M")
     parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--sparse", action="store_true", help="holes for weights")
     options = parser.parse_args()
     began = time.perf_counter()
-    size = make(options.out, options.shape, options.mix, options.layers, options.seed)
+    size = make(options.out, options.shape, options.mix, options.layers, options.seed, sparse=options.sparse)
     seconds = time.perf_counter() - began
     print(f"{options.out}: {size / 1e9:.2f} GB in {seconds:.1f} s, {size / seconds / 1e9:.2f} GB/s")
     return 0

@@ -177,9 +177,13 @@ class TestRounds:
         ]
 
     def test_it_ends_in_time_with_whole_rounds(self, file: Path):
+        """And says how many were asked for."""
         found = [cell(shell("sleep 0.1; printf b", name), file) for name in "ab"]
-        rows = coldstart.rounds(found, "back-to-back", "warm", 50, [], until=time.monotonic() + 1.0)
+        absent: list[dict[str, str]] = []
+        rows = coldstart.rounds(found, "back-to-back", "warm", 50, absent, until=time.monotonic() + 1.0)
         assert 1 <= rows[0]["n"] == rows[1]["n"] <= 4
+        why = f"back-to-back, warm cache: {rows[0]['n']} of 50 rounds, then the time was up"
+        assert absent == [{"contender": f"a, 5 tokens, b, 5 tokens: {file.name}", "why": why}]
 
 
 class TestContenders:
@@ -367,6 +371,19 @@ class TestCommands:
         assert "reflex" in shown
         assert saved["models"][0]["sha256"] == measure.sha256(tmp_path / "models" / "qwen3-0.6b-Q4_K_M.gguf")
         (tmp_path / "models" / "qwen3-0.6b-Q4_K_M.gguf").unlink()
+
+    def test_families(self, tmp_path: Path):
+        """The same with the table of families; ours and what is loaded cannot be had."""
+        out, folder = tmp_path / "out", tmp_path / "models"
+        command = [sys.executable, ROOT / "bench" / "families.py", out, "--models", "qwen3-0.6b", "--folder", folder]
+        result = subprocess.run([*command, "--limit", "60"], capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0, result.stderr
+        [row] = [r for r in json.loads((out / "coldstart-qwen3-0.6b.json").read_text())["rows"] if r["contender"] == "floor"]
+        floor = f"{measure.summary(row['first_ms']).median:.1f}"
+        line = result.stdout.splitlines()[-1].split()
+        assert (line[0], line[1], line[3]) == ("qwen3-0.6b", "0.40", floor) and float(line[2]) > 0
+        assert "not run: warm, qwen3-0.6b: " in result.stdout
+        assert not list(folder.glob("*.gguf"))
 
 
 def test_a_part_that_fails_does_not_end_the_others(tmp_path: Path):

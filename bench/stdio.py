@@ -166,6 +166,7 @@ def main() -> int:
         "backend": options.backend,
         "ready_ms": ready_ms,
         "rows": rows,
+        "not_run": [],
     }
     measure.save(options.out, measure.document("stdio", content))
     print(render(Path(options.model).name, rows))

@@ -157,6 +157,9 @@ def test_scores_are_the_references(opened, name: str) -> None:
     targets = [[9, 12, 13], [10], [1, 2], [500]]
     got, wanted = executor.score(step, targets), reference.score(step, targets)
     assert [len(row) for row in got] == [3, 1, 2, 1]
+    for row, wants, found in zip(executor.logits().astype(np.float64), targets, got, strict=True):
+        expected = row[wants] - row.max() - np.log(np.exp(row - row.max()).sum())
+        assert np.abs(np.subtract(found, expected)).max() <= 1e-5
     for a, b in zip(got, wanted, strict=True):
         assert np.abs(np.subtract(a, b)).max() < 5e-3
     assert executor.n_past == 3

@@ -156,19 +156,45 @@ def test_what_is_not_within_the_bounds_is_refused(fixtures: Path, name: str) -> 
 
 @pytest.mark.parametrize("name", [*DENSE, *OTHERS])
 def test_scores_are_the_references(fixtures: Path, name: str) -> None:
-    """`Engine.score` on the device against the CPU backend, candidates of several tokens in one pass."""
+    """`Engine.score` on the device against the CPU backend, candidates of several tokens in one pass.
+
+    What the bound of logits allows: an error per logit of bound * rms(logits) on average, in a log-probability
+    e_t - sum(p_i e_i), whose deviation is at most sqrt(1 + sum(p_i^2)) <= sqrt(2) of that; and of some twenty of them
+    the largest within four deviations of a logit.
+    """
     path = fixtures / "exact" / f"{name}-f16.gguf"
+    logits = np.load(path.with_suffix(".npz"))["logits"].astype(np.float64)
+    deviation = BOUNDS[name] * np.sqrt(np.square(logits).mean())
     candidates = [" a", " ab", " abc", " b", "b c d", " a!", " the end"]
     with Engine.open(path, backend="cuda") as device, Engine.open(path, backend="cpu") as reference:
         for normalize in ("sum", "pmi"):
             got = device.score("once more", candidates, normalize=normalize)
             wanted = reference.score("once more", candidates, normalize=normalize)
             assert got.passes == 1
-            for a, b in zip(got.candidates, wanted.candidates, strict=True):
-                assert a.tokens == b.tokens
-                # The bound is relative to logits with a standard deviation of about 2.5; four of that is the largest
-                # of some twenty errors, each of a logit and of its row's normaliser.
-                assert np.abs(np.subtract(a.token_logprobs, b.token_logprobs)).max() <= 4 * 2.5 * BOUNDS[name]
+            assert [a.tokens for a in got.candidates] == [b.tokens for b in wanted.candidates]
+            errors = np.concatenate(
+                [
+                    np.subtract(a.token_logprobs, b.token_logprobs)
+                    for a, b in zip(got.candidates, wanted.candidates, strict=True)
+                ]
+            )
+            assert np.sqrt(np.square(errors).mean()) <= np.sqrt(2) * deviation
+            assert np.abs(errors).max() <= 4 * deviation
+
+
+@pytest.mark.parametrize("name", [*DENSE, *OTHERS])
+def test_scores_are_those_of_the_devices_own_logits(fixtures: Path, name: str) -> None:
+    """The kernel of scores by itself: a log-softmax of the same step's logits, in float64. Nothing of the model's own
+    error is in this, so the bound is float32's."""
+    tokens, positions, parents = [5, 6, 7, 9, 10, 12, 3, 4], [0, 1, 2, 3, 4, 3, 0, 1], [-1, 0, 1, 2, 3, 2, PARENT_NONE, 6]
+    targets = [[9, 12, 13], [10], [1, 2], [500]]
+    with Model(fixtures, name) as model:
+        step = Step(tokens, positions, parents, [2, 3, 5, 7], 3)
+        scores = model.executor.score(step, targets)
+        logits = model.executor.logits().astype(np.float64)  # of the step just run
+        for row, wanted, found in zip(logits, targets, scores, strict=True):
+            expected = row[wanted] - row.max() - np.log(np.exp(row - row.max()).sum())
+            assert np.abs(np.subtract(found, expected)).max() <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3-w256-Q4_K_M", *OTHERS, *UNPROVEN])

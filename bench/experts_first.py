@@ -142,7 +142,9 @@ class Readers:
         stream.synchronize()
 
 
-def chain(device: Device, chosen: Sequence[Sequence[Piece]], readers: Readers | None, ids: int, mailbox: Pinned) -> float:
+def chain(
+    device: Device, chosen: Sequence[Sequence[Piece]], readers: Readers | None, ids: int, mailbox: Pinned
+) -> float:
     """Seconds for all layers: ids to the host, slabs to the device, the next. Without readers, the round trips alone."""
     stream = device.stream()
     began = time.perf_counter()

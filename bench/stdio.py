@@ -155,7 +155,10 @@ def main() -> int:
     prompts = Prompts(Tokenizer.from_gguf(options.model), options.prompt_tokens)
     try:
         with serving(options.model, options.backend, options.prompt_tokens + options.tokens + 64) as (client, ready_ms):
-            rows = [scores(client, prompts, options.n), *answers(client, prompts, max(1, options.n // 4), options.tokens)]
+            rows = [
+                scores(client, prompts, options.n),
+                *answers(client, prompts, max(1, options.n // 4), options.tokens),
+            ]
     except MeasurementError as error:
         sys.stderr.write(f"stdio: {error}\n")
         return 1

@@ -378,7 +378,9 @@ class TestCommands:
         command = [sys.executable, ROOT / "bench" / "families.py", out, "--models", "qwen3-0.6b", "--folder", folder]
         result = subprocess.run([*command, "--limit", "60"], capture_output=True, text=True, timeout=120)
         assert result.returncode == 0, result.stderr
-        [row] = [r for r in json.loads((out / "coldstart-qwen3-0.6b.json").read_text())["rows"] if r["contender"] == "floor"]
+        [row] = [
+            r for r in json.loads((out / "coldstart-qwen3-0.6b.json").read_text())["rows"] if r["contender"] == "floor"
+        ]
         floor = f"{measure.summary(row['first_ms']).median:.1f}"
         line = result.stdout.splitlines()[-1].split()
         assert (line[0], line[1], line[3]) == ("qwen3-0.6b", "0.40", floor) and float(line[2]) > 0

@@ -88,7 +88,12 @@ class TestModels:
         assert lite["blk.5.attn_k_b.weight"] == "Q5_0"
 
     @pytest.mark.parametrize(
-        ("name", "mix"), [*((name, "Q4_K_M") for name in models.SHAPES if name != "deepseek-v3"), ("qwen3-0.6b", "Q8_0"), ("qwen3-0.6b", "BF16")]
+        ("name", "mix"),
+        [
+            *((name, "Q4_K_M") for name in models.SHAPES if name != "deepseek-v3"),
+            ("qwen3-0.6b", "Q8_0"),
+            ("qwen3-0.6b", "BF16"),
+        ],
     )
     def test_the_gguf_package_reads_them(self, name: str, mix: str, words: Path, tmp_path: Path):
         path = tmp_path / "m.gguf"

@@ -93,7 +93,9 @@ def test_the_device_asked_for(reflex):
     assert "cuMemcpyHtoDAsync_v2" in result.calls
 
 
-@pytest.mark.parametrize(("mode", "words"), [(3, "compute mode is exclusive process"), (2, "compute mode is prohibited")])
+@pytest.mark.parametrize(
+    ("mode", "words"), [(3, "compute mode is exclusive process"), (2, "compute mode is prohibited")]
+)
 @pytest.mark.parametrize("backend", ["cuda", "auto"])
 def test_a_device_that_another_process_has(reflex, mode: int, words: str, backend: str):
     """Also "auto" says so: there is a device, and the CPU was not asked for."""

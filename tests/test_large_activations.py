@@ -1,4 +1,4 @@
-"""Models whose activations pass what half precision holds: fixtures/make_large.py says how, and where the logits are from."""
+"""Models whose activations pass what half precision holds: fixtures/make_large.py says how, and whence the logits."""
 
 from pathlib import Path
 

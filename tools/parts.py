@@ -3,8 +3,8 @@
     python tools/parts.py split FILE FOLDER --mib 27     FOLDER/part-0, FOLDER/part-1 ..., a folder each
     python tools/parts.py join FOLDER/part-0 OUT         there, once a part, in any order
 
-The join that has the last part writes OUT and checks it; those before say how many are missing. What has come so far lies
-beside OUT, in OUT.parts.
+The join that has the last part writes OUT and checks it; those before say how many are missing. What has come so far
+lies beside OUT, in OUT.parts.
 """
 
 import argparse

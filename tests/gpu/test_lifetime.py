@@ -94,6 +94,18 @@ def test_two_hundred_openings_of_one_process_take_no_device_memory(device: Devic
     assert before - free(device) < NOISE
 
 
+def test_a_long_context_costs_nothing_until_it_is_used(device: Device, kernels: Kernels, model: Path) -> None:
+    """40960 tokens of this shape's keys and values would be 1.3 GB."""
+    from reflex_ipc.engine import Engine
+
+    before = free(device)
+    with Engine.open(model, backend="cuda") as engine:
+        assert engine.n_ctx == 40960
+        next(engine.generate([5, 6, 7], max_tokens=1))
+        assert before - free(device) < model.stat().st_size + (256 << 20)
+    assert before - free(device) < NOISE
+
+
 # Where the process stops and waits to be killed: after a call of the function returned, the n-th.
 PHASES = {
     "driver started": ("reflex_ipc.cuda.driver", "Driver.start", 1, False),

@@ -186,7 +186,11 @@ def test_scores_are_the_references(fixtures: Path, name: str) -> None:
 def test_scores_are_those_of_the_devices_own_logits(fixtures: Path, name: str) -> None:
     """The kernel of scores by itself: a log-softmax of the same step's logits, in float64. Nothing of the model's own
     error is in this, so the bound is float32's."""
-    tokens, positions, parents = [5, 6, 7, 9, 10, 12, 3, 4], [0, 1, 2, 3, 4, 3, 0, 1], [-1, 0, 1, 2, 3, 2, PARENT_NONE, 6]
+    tokens, positions, parents = (
+        [5, 6, 7, 9, 10, 12, 3, 4],
+        [0, 1, 2, 3, 4, 3, 0, 1],
+        [-1, 0, 1, 2, 3, 2, PARENT_NONE, 6],
+    )
     targets = [[9, 12, 13], [10], [1, 2], [500]]
     with Model(fixtures, name) as model:
         step = Step(tokens, positions, parents, [2, 3, 5, 7], 3)

@@ -25,6 +25,7 @@ LEVEL = 0.05  # of one false alarm among all rows
 LEAST = 0.01  # a smaller change is not worth a name
 KEYS = ("state", "cache", "model", "engine", "contender", "what", "prompt_tokens", "tokens", "depth", "candidates")
 TIMES = {"first_ms": "to the first token", "exit_ms": "to the exit", "seconds": ""}
+KINDS = ("coldstart", "energy", "warm", "stdio", "experts")
 Row = Mapping[str, Any]
 
 
@@ -43,7 +44,7 @@ def load(path: Path) -> list[dict[str, Any]]:
     for file in files:
         try:
             document = json.loads(file.read_text())
-            if document["schema"] != 1 or document["kind"] not in ("coldstart", "energy", "warm"):
+            if document["schema"] != 1 or document["kind"] not in KINDS:
                 raise KeyError
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise MeasurementError(f"{file} is no result of these tools: {error}") from None
@@ -56,11 +57,11 @@ def key(row: Row) -> tuple[str, ...]:
 
 
 def by_key(documents: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Row]:
-    """Every row under its name. A warm row is of its document's model."""
+    """Every row under its name. A row that names no model is of its document's."""
     found: dict[tuple[str, ...], Row] = {}
     for document in documents:
         for row in document["rows"]:
-            whole = {"model": document["models"][0]["file"], **row} if document["kind"] == "warm" else row
+            whole = row if "model" in row else {"model": document["models"][0]["file"], **row}
             name = (document["kind"], *key(whole))
             if name in found:
                 raise MeasurementError(f"two results for {', '.join(name)}")

@@ -3,11 +3,11 @@
     python bench/experts_first.py qwen3-30b-a3b-Q4_K_M.gguf --out results/experts.json
 
 Today all weights go up in the order of the layers, and the first token is out when the last has arrived. The other way
-sends everything but the experts, and then, layer by layer, what the router chose: a choice that only the device knows,
-after the layer before it is done. That is a chain of round trips: ids to the host, slabs read from the page cache, slabs
-copied, the next layer. Both are run here with the driver's own copies, from the same page cache. The chain computes
-nothing, not even the routers, so it is shorter than any real one could be; its choices are drawn at random, as
-different for each token of the prompt as those of random weights.
+sends everything but the experts, and then, layer by layer, what the router chose: a choice that only the device
+knows, after the layer before it is done. That is a chain of round trips: ids to the host, slabs read from the page
+cache, slabs copied, the next layer. Both are run here with the driver's own copies, from the same page cache. The
+chain computes nothing, not even the routers, so it is shorter than any real one could be; its choices are drawn at
+random, as different for each token of the prompt as those of random weights.
 
 `at best` is the chain without an interpreter: its bytes at the rate of the whole upload, and the bare round trips.
 """
@@ -145,7 +145,7 @@ class Readers:
 def chain(
     device: Device, chosen: Sequence[Sequence[Piece]], readers: Readers | None, ids: int, mailbox: Pinned
 ) -> float:
-    """Seconds for all layers: ids to the host, slabs to the device, the next. Without readers, the round trips alone."""
+    """Seconds for all layers: ids to the host, slabs to the device, the next. Without readers, round trips alone."""
     stream = device.stream()
     began = time.perf_counter()
     for pieces in chosen:

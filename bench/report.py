@@ -45,7 +45,8 @@ def page(documents: Sequence[Mapping[str, Any]], plots: str) -> tuple[str, dict[
         parts.append(_curves(rows["coldstart"], _sizes(documents), pictures))
     if rows["energy"]:
         parts.append(_energy(rows["energy"], pictures))
-    parts += [_warm(document) for document in documents if document["kind"] == "warm"]
+    for kind, section in (("warm", _warm), ("stdio", _stdio), ("experts", _experts)):
+        parts += [section(document) for document in documents if document["kind"] == kind]
     parts.append(_not_run(documents))
     parts.append(_repeat(documents))
     text = "\n\n".join(part for part in parts if part) + "\n"
@@ -226,6 +227,34 @@ def _warm(document: Mapping[str, Any]) -> str:
             f"host to device {found['host_to_device_bytes_s'] / 1e9:.1f} GB/s."
         )
     return f"## Loaded: {model}, backend {document['backend']}\n\n{best}\n\n{_table(head, body)}"
+
+
+def _stdio(document: Mapping[str, Any]) -> str:
+    body = []
+    for row in document["rows"]:
+        for what, seconds in ((row["what"], row["seconds"]), (f"{row['what']}, inside", row.get("inside_s"))):
+            if seconds:
+                s = summary(seconds)
+                body.append([what, str(s.n), *(f"{x * 1e3:.2f}" for x in (s.min, s.median, s.p90, max(seconds)))])
+    tokens = document["rows"][0]["prompt_tokens"]
+    return (
+        f"## Behind a pipe: {document['models'][0]['file']}, backend {document['backend']}\n\nMilliseconds from a "
+        f"request to its answer, a fresh prompt of {tokens} tokens each; inside: what the process itself says it took.\n\n"
+        + _table(("", "n", "min", "p50", "p90", "max"), body)
+    )
+
+
+def _experts(document: Mapping[str, Any]) -> str:
+    body = []
+    for row in document["rows"]:
+        s = summary(row["seconds"])
+        sums = [f"{row[key] * 1e3:.1f}" if key in row else "-" for key in ("whole_s", "at_best_s")]
+        body.append([row["what"], f"{row['bytes'] / 1e9:.2f}", str(s.n), f"{s.median * 1e3:.1f}", *sums])
+    return (
+        f"## Routed experts first: {document['models'][0]['file']}\n\nMilliseconds until what the first token "
+        "needs is on the device, context there, page cache warm (`bench/experts_first.py` says how).\n\n"
+        + _table(("", "GB", "n", "ms, median", "with all but experts", "at best"), body)
+    )
 
 
 def _not_run(documents: Sequence[Mapping[str, Any]]) -> str:

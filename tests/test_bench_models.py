@@ -145,8 +145,8 @@ class TestModels:
         path.unlink()
 
     def test_what_inspect_says_of_v3(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        """No machine at hand holds it; the file has holes for weights. The sums are by hand: 61 layers, each a latent of
-        512 and a rotated key of 64 a token; rows of the embedding stay in the file on the CPU."""
+        """It is larger than most machines; the file has holes for weights. The sums are by hand: 61 layers, each a
+        latent of 512 and a rotated key of 64 a token; rows of the embedding stay in the file on the CPU."""
         from reflex_ipc import inspect
         from reflex_ipc.cuda import families
 

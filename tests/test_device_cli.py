@@ -20,8 +20,8 @@ pytestmark = pytest.mark.skipif(not KERNELS.exists(), reason="the kernels are no
 
 DEVICE, MODEL_FILE, MEMORY = 5, 3, 6
 
-# A device node that is there, or the absence of one would be all that "auto" asks about; and the upload's ring, whatever
-# the machine.
+# A device node that is there, or the absence of one would be all that "auto" asks about; and the upload's ring,
+# whatever the machine.
 PROGRAM = """
 import sys
 from reflex_ipc import cli, engine

@@ -1,4 +1,4 @@
-"""Models whose activations pass what half precision holds: every way a product, attention and the cache are computed."""
+"""Models whose activations pass what half precision holds: all ways to compute a product, attention and the cache."""
 
 from pathlib import Path
 

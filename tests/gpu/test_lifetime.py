@@ -1,4 +1,4 @@
-"""What a process leaves on the device and takes from its own memory: nothing, however often it opens and however it ends.
+"""What a process leaves on the device, and what it loses of its own memory: nothing, however it ends.
 
 Everything happens in other processes, watched from this one: while a process has the device open elsewhere in itself,
 opening and closing it does not tear the context down.
@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fakecuda import ROOT
 
-from reflex_ipc.cuda.device import Device
-from reflex_ipc.cuda.launch import Kernels
-
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "bench"))  # behind tests/, which has a wire.py of its own
 
 import models
+
+from reflex_ipc.cuda.device import Device
+from reflex_ipc.cuda.launch import Kernels
 
 pytestmark = pytest.mark.gpu
 

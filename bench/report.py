@@ -239,7 +239,7 @@ def _stdio(document: Mapping[str, Any]) -> str:
     tokens = document["rows"][0]["prompt_tokens"]
     return (
         f"## Behind a pipe: {document['models'][0]['file']}, backend {document['backend']}\n\nMilliseconds from a "
-        f"request to its answer, a fresh prompt of {tokens} tokens each; inside: what the process itself says it took.\n\n"
+        f"request to its answer, a fresh prompt of {tokens} tokens each; inside: what the process says it took.\n\n"
         + _table(("", "n", "min", "p50", "p90", "max"), body)
     )
 

@@ -5,6 +5,7 @@ opening and closing it does not tear the context down.
 """
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -24,7 +25,8 @@ from reflex_ipc.cuda.launch import Kernels
 pytestmark = pytest.mark.gpu
 
 NOISE = 16 << 20  # bytes by which free memory moves without anybody's doing
-OPENINGS, SETTLED = 200, 20
+OPENINGS = 200 if os.environ.get("REFLEX_FORCE_PTX") != "1" else 20  # there each compiles its kernels
+SETTLED = OPENINGS // 10
 
 OPEN_AND_CLOSE = """
 import json, os, sys
@@ -79,7 +81,7 @@ def test_two_hundred_models_opened_and_closed(device: Device, kernels: Kernels, 
     early, late = json.loads(result.stdout)
     assert (late["fds"], late["threads"]) == (early["fds"], early["threads"])
     # The smallest thing that could be lost each time, a stack of a thread or a buffer of the ring, is megabytes.
-    assert late["rss"] - early["rss"] < (OPENINGS - SETTLED) * (64 << 10)
+    assert late["rss"] - early["rss"] < (OPENINGS - SETTLED) * (64 << 10), (early, late)
     await_free(device, before)
 
 

@@ -15,8 +15,9 @@ from reflex_ipc.engine import Engine
 
 pytestmark = pytest.mark.gpu
 
-BOUND = 3e-3
-"""Relative error of logits, of dense families."""
+ONE, MANY = 3e-3, 1e-2
+"""Relative error of logits, one token at a time and in a prompt. The second is the bound of quantised files, whose
+weights a prompt's kernels round to half precision; a single token's products have 16-bit integers, and no such excuse."""
 
 
 class Reference:
@@ -26,13 +27,15 @@ class Reference:
         arrays = np.load(fixtures / "smollm2_margins.npz")
         self.tokens, self.second = arrays["tokens"], arrays["second"]
         self.gap, self.std, self.logprob = arrays["gap"], arrays["std"], arrays["logprob"]
-        # Two logits, each off by the bound in the other's direction.
-        self.is_close = self.gap <= 2 * BOUND * self.std
+
+    def close(self, bound: float) -> np.ndarray:
+        """Where two logits, each off by the bound in the other's direction, would be the other way round."""
+        return self.gap <= 2 * bound * self.std
 
     def say(self, i: int, at: int, got: int) -> str:
         return (
             f"{self.prompts[i]!r}, token {at}: {got} for {self.tokens[i, at]}; the reference's second is "
-            f"{self.second[i, at]}, {self.gap[i, at]:.5f} behind (bound {2 * BOUND * self.std[i, at]:.5f})"
+            f"{self.second[i, at]}, {self.gap[i, at]:.5f} behind (two bounds: {2 * ONE * self.std[i, at]:.5f}, {2 * MANY * self.std[i, at]:.5f})"
         )
 
 
@@ -49,7 +52,7 @@ def engine(smollm2: Path) -> Iterator[Engine]:
 
 def test_the_margins_leave_little_open(reference: Reference) -> None:
     assert reference.tokens.shape == (10, 64)
-    assert reference.is_close.sum() <= 10  # of 640; else what follows would say nothing
+    assert reference.close(ONE).sum() <= 10 and reference.close(MANY).sum() <= 25  # of 640
 
 
 @pytest.mark.parametrize("i", range(10))
@@ -61,7 +64,7 @@ def test_greedy_answers(engine: Engine, reference: Reference, i: int, capsys: py
         if got != reference.tokens[i, at]:
             with capsys.disabled():
                 print(f"\n{reference.say(i, at, got)}")
-            assert reference.is_close[i, at] and got == reference.second[i, at], reference.say(i, at, got)
+            assert reference.close(ONE)[i, at] and got == reference.second[i, at], reference.say(i, at, got)
             break
     again = engine.generate(reference.prompts[i], max_tokens=64, ignore_eos=True)
     assert [t.id for t in again if t.id is not None] == answer
@@ -75,10 +78,10 @@ def test_every_position_of_the_references_answer(engine: Engine, reference: Refe
     logits = engine.logits(ids + expected[:-1].tolist())[len(ids) - 1 :].astype(np.float64)
     for at, got in enumerate(logits.argmax(axis=1).tolist()):
         if got != expected[at]:
-            assert reference.is_close[i, at] and got == reference.second[i, at], reference.say(i, at, got)
+            assert reference.close(MANY)[i, at] and got == reference.second[i, at], reference.say(i, at, got)
     shifted = logits - logits.max(axis=1, keepdims=True)
     logprob = shifted[range(64), expected] - np.log(np.exp(shifted).sum(axis=1))
     # An error of a logit and one of its row's normaliser; four standard deviations of 64.
     error = np.abs(logprob - reference.logprob[i])
-    assert (error <= 4 * BOUND * reference.std[i]).all(), error.max()
-    assert np.sqrt(np.square(error).mean()) <= np.sqrt(2) * BOUND * reference.std[i].mean()
+    assert (error <= 4 * MANY * reference.std[i]).all(), error.max()
+    assert np.sqrt(np.square(error).mean()) <= np.sqrt(2) * MANY * reference.std[i].mean()

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 ONE, MANY = 3e-3, 1e-2
 """Relative error of logits, one token at a time and in a prompt. The second is the bound of quantised files, whose
-weights a prompt's kernels round to half precision; a single token's products have 16-bit integers, and no such excuse."""
+weights a prompt's kernels round to half precision; a single token's products are of 16-bit integers."""
 
 
 class Reference:
@@ -35,7 +35,8 @@ class Reference:
     def say(self, i: int, at: int, got: int) -> str:
         return (
             f"{self.prompts[i]!r}, token {at}: {got} for {self.tokens[i, at]}; the reference's second is "
-            f"{self.second[i, at]}, {self.gap[i, at]:.5f} behind (two bounds: {2 * ONE * self.std[i, at]:.5f}, {2 * MANY * self.std[i, at]:.5f})"
+            f"{self.second[i, at]}, {self.gap[i, at]:.5f} behind; two bounds are {2 * ONE * self.std[i, at]:.5f} for one token, "
+            f"{2 * MANY * self.std[i, at]:.5f} in a prompt"
         )
 
 
@@ -64,7 +65,8 @@ def test_greedy_answers(engine: Engine, reference: Reference, i: int, capsys: py
         if got != reference.tokens[i, at]:
             with capsys.disabled():
                 print(f"\n{reference.say(i, at, got)}")
-            assert reference.close(ONE)[i, at] and got == reference.second[i, at], reference.say(i, at, got)
+            is_close = reference.close(ONE if at else MANY)[i, at]  # the first comes straight from the prompt
+            assert is_close and got == reference.second[i, at], reference.say(i, at, got)
             break
     again = engine.generate(reference.prompts[i], max_tokens=64, ignore_eos=True)
     assert [t.id for t in again if t.id is not None] == answer

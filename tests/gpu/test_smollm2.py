@@ -35,8 +35,8 @@ class Reference:
     def say(self, i: int, at: int, got: int) -> str:
         return (
             f"{self.prompts[i]!r}, token {at}: {got} for {self.tokens[i, at]}; the reference's second is "
-            f"{self.second[i, at]}, {self.gap[i, at]:.5f} behind; two bounds are {2 * ONE * self.std[i, at]:.5f} for one token, "
-            f"{2 * MANY * self.std[i, at]:.5f} in a prompt"
+            f"{self.second[i, at]}, {self.gap[i, at]:.5f} behind; two bounds are "
+            f"{2 * ONE * self.std[i, at]:.5f} for one token, {2 * MANY * self.std[i, at]:.5f} in a prompt"
         )
 
 

@@ -4,7 +4,20 @@ A group is a fused op that carries its parts: the reference runs the parts, the 
 has its oracle, and architectures never mention it. `alone` is the plan as it is, one group an op.
 """
 
-from reflex_ipc.plan import Add, Attention, Linear, RmsNorm, Rotate, SwiGlu, inputs, weights
+from reflex_ipc.plan import (
+    Add,
+    Attention,
+    Conv,
+    DeltaRule,
+    L2Norm,
+    Linear,
+    RmsNorm,
+    Rotate,
+    Slice,
+    SwiGlu,
+    inputs,
+    weights,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,6 +37,7 @@ class Group:
     swiglu       the same with exactly two products, gate and up, and the SwiGlu of both behind
     linear_add   a product and the Add of something else to it
     attention    QK-norms and rotations of q and k, then Attention
+    delta        Conv, the slices of it with the norms of q and k, DeltaRule, the norm of its heads, their gate (SwiGlu)
     """
 
     __slots__ = ("inputs", "kind", "outputs", "parts", "weights")
@@ -72,6 +86,8 @@ class _Fusion:
         for op in self.plan.ops:
             if isinstance(op, Attention):
                 self.attention(op)
+            elif isinstance(op, DeltaRule):
+                self.delta(op)
         for op in self.plan.ops:
             if isinstance(op, RmsNorm) and op.n_group == 1 and op.out.name not in self.taken:
                 self.norm(op)
@@ -120,6 +136,29 @@ class _Fusion:
         if len({norm.eps for norm in norms}) > 1:
             norms = []
         self.add("attention", [*norms, *rotations, op], self.order[op.out.name])
+
+    def delta(self, op: DeltaRule) -> None:
+        """Take in what lies between the products: queries, keys and values side by side in one convolution that only
+        this reads, and the norm and gate behind."""
+        n_key, n_value = op.q.width, op.v.width
+        q, k, v = (self.maker[value.name] for value in (op.q, op.k, op.v))
+        if not (isinstance(q, L2Norm) and isinstance(k, L2Norm) and q.n_group == k.n_group == op.n_head_k):
+            return
+        slices = [self.maker[q.x.name], self.maker[k.x.name], v]
+        conv = self.maker.get(slices[0].x.name) if isinstance(slices[0], Slice) else None
+        if not isinstance(conv, Conv) or q.eps != k.eps or conv.out.width != 2 * n_key + n_value:
+            return
+        for part, start, length in zip(slices, (0, n_key, 2 * n_key), (n_key, n_key, n_value), strict=True):
+            wanted = part._replace(x=conv.out, n_group=1, start=start, length=length) if isinstance(part, Slice) else None
+            if part != wanted:
+                return
+        norm = self.only_reader(op)
+        gate = self.only_reader(norm) if isinstance(norm, RmsNorm) and norm.n_group == op.n_head_v else None
+        if not isinstance(gate, SwiGlu) or gate.up != norm.out or n_key // op.n_head_k != n_value // op.n_head_v:
+            return
+        inner = [*slices[:2], q, k, v]
+        if len(self.readers[conv.out.name]) == 3 and all(self.only_reader(part) for part in inner):
+            self.add("delta", [conv, *inner, op, norm, gate], self.order[gate.out.name])
 
     def norm(self, op: RmsNorm) -> None:
         """A norm whose readers are all products goes into them."""

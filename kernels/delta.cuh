@@ -45,25 +45,27 @@ struct Tokens {  // a fetch of tokens in shared memory
     static constexpr int COUNT = 16, LANES = D_K / 16, COLUMNS = DELTA_THREADS / LANES;
     float4 keys[COUNT][D_K / 4], queries[COUNT][D_K / 4];
     float4 values[COUNT][COLUMNS / 4];
-    float decay[COUNT], beta[COUNT], both[COUNT];  // both: key times query
+    float4 gates[COUNT];  // decay, beta, key times query
 
-    // Begin to fetch the tokens from `first` on; numbers beyond d_k are never written and remain zero. Returns alpha and
-    // beta of this thread's token, which are still on their way, too.
+    // Begin to fetch `count` rows of `length` numbers, which lie `stride` apart, into rows of `pieces` times 4. What is
+    // beyond is left as it is.
+    static __device__ __forceinline__ void fetch_rows(float4 *to, const float *from, int stride, int length, int pieces,
+                                                      int count) {
+        int row = threadIdx.x / pieces, at = threadIdx.x % pieces, step = DELTA_THREADS / pieces;
+        if (4 * at >= length) return;
+        from += row * (int64_t)stride + 4 * at;
+        to += row * pieces + at;
+        for (; row < count; row += step, from += step * (int64_t)stride, to += step * pieces) fetch((float *)to, from);
+    }
+
+    // Begin to fetch the tokens from `first` on. Returns alpha and beta of this thread's token, on their way, too.
     __device__ __forceinline__ float2 fill(const Delta &a, int first, int from, int head) {
-        int n = min(COUNT, a.s.n_tokens - first);
-        for (int i = threadIdx.x; i < n * (D_K / 4); i += DELTA_THREADS) {
-            int token = i / (D_K / 4), at = i % (D_K / 4);
-            if (at * 4 >= a.d_k) continue;
-            int64_t place = (first + token) * (int64_t)a.key_stride + from * a.d_k + at * 4;
-            fetch((float *)&keys[token][at], a.k + place);
-            fetch((float *)&queries[token][at], a.q + place);
-        }
-        for (int i = threadIdx.x; i < n * (COLUMNS / 4); i += DELTA_THREADS) {
-            int token = i / (COLUMNS / 4), at = i % (COLUMNS / 4), column = blockIdx.y * COLUMNS + at * 4;
-            if (column < a.d_v)
-                fetch((float *)&values[token][at],
-                      a.v + (first + token) * (int64_t)a.value_stride + head * a.d_v + column);
-        }
+        int n = min(COUNT, a.s.n_tokens - first), column = blockIdx.y * COLUMNS;
+        int64_t key = first * (int64_t)a.key_stride + from * a.d_k;
+        fetch_rows(keys[0], a.k + key, a.key_stride, a.d_k, D_K / 4, n);
+        fetch_rows(queries[0], a.q + key, a.key_stride, a.d_k, D_K / 4, n);
+        fetch_rows(values[0], a.v + first * (int64_t)a.value_stride + head * a.d_v + column, a.value_stride, a.d_v - column,
+                   COLUMNS / 4, n);
         if (threadIdx.x >= n) return make_float2(0.0f, 0.0f);
         int64_t row = (first + threadIdx.x) * (int64_t)a.n_head_v + head;
         return make_float2(a.alpha[row], a.beta[row]);
@@ -71,12 +73,12 @@ struct Tokens {  // a fetch of tokens in shared memory
 
     __device__ __forceinline__ void open(float2 alpha_beta, float dt, float rate) {
         if (threadIdx.x >= COUNT) return;
-        float2 gate = gates(alpha_beta.x, alpha_beta.y, dt, rate);
-        decay[threadIdx.x] = gate.x;
-        beta[threadIdx.x] = gate.y;
+        float2 gate = ::gates(alpha_beta.x, alpha_beta.y, dt, rate);
+        gates[threadIdx.x].x = gate.x;
+        gates[threadIdx.x].y = gate.y;
     }
 
-    // Once all are there.
+    // Once all are there: a warp a token, a lane four numbers.
     __device__ __forceinline__ void multiply(int n) {
         int lane = threadIdx.x % WARP;
         for (int token = threadIdx.x / WARP; token < n; token += DELTA_THREADS / WARP) {
@@ -86,7 +88,7 @@ struct Tokens {  // a fetch of tokens in shared memory
                 sum = key.x * query.x + key.y * query.y + key.z * query.z + key.w * query.w;
             }
             sum = warp_sum(sum);
-            if (lane == 0) both[token] = sum;
+            if (lane == 0) gates[token].z = sum;
         }
     }
 };
@@ -141,6 +143,8 @@ __device__ __forceinline__ void delta_rule(const Delta &a) {
         }
     };
     if (!IS_TREE) load(a.s.before());
+    float *out = a.out + head * (int64_t)a.d_v + column;
+    bool writes = there && part == 0;
     for (int first = 0; first < n_tokens; first += COUNT) {
         Fetch &f = fetches[first / COUNT % 2];
         int n = min(COUNT, n_tokens - first);
@@ -151,7 +155,15 @@ __device__ __forceinline__ void delta_rule(const Delta &a) {
         if (first + COUNT < n_tokens)
             alpha_beta = fetches[1 - first / COUNT % 2].fill(a, first + COUNT, from, head);
         __syncthreads();
-        float *out = a.out + (first * (int64_t)a.n_head_v + head) * a.d_v + column;
+        float4 keys[4], queries[4];
+        auto take = [&](int i) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                keys[j] = f.keys[i][part + LANES * j];
+                queries[j] = f.queries[i][part + LANES * j];
+            }
+        };
+        take(0);
 #pragma unroll (IS_TREE ? 1 : 2)
         for (int i = 0; i < n; i++) {
             int token = first + i;
@@ -162,24 +174,28 @@ __device__ __forceinline__ void delta_rule(const Delta &a) {
                 else if (parent != token - 1)
                     load(a.branches + parent * size);
             }
-            float4 memory = make_float4(0.0f, 0.0f, 0.0f, 0.0f), seen = memory, keys[4];
+            float4 memory = make_float4(0.0f, 0.0f, 0.0f, 0.0f), seen = memory, gate = f.gates[i], key[4];
+            float value = ((const float *)f.values[i])[column_here];
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                float4 key = keys[j] = f.keys[i][part + LANES * j], query = f.queries[i][part + LANES * j], s = state[j];
-                memory.x += s.x * key.x, memory.y += s.y * key.y, memory.z += s.z * key.z, memory.w += s.w * key.w;
+                float4 query = queries[j], s = state[j];
+                key[j] = keys[j];
+                memory.x += s.x * key[j].x, memory.y += s.y * key[j].y;
+                memory.z += s.z * key[j].z, memory.w += s.w * key[j].w;
                 seen.x += s.x * query.x, seen.y += s.y * query.y, seen.z += s.z * query.z, seen.w += s.w * query.w;
             }
+            take(min(i + 1, COUNT - 1));  // while the sums are under way
             float remembered = column_sum<LANES>((memory.x + memory.y) + (memory.z + memory.w));
             float result = column_sum<LANES>((seen.x + seen.y) + (seen.z + seen.w));
-            float decay = f.decay[i], value = there ? ((const float *)f.values[i])[column_here] : 0.0f;
-            float change = f.beta[i] * (value - decay * remembered);
+            float decay = gate.x, change = gate.y * (value - decay * remembered);
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                float4 &s = state[j], key = keys[j];
-                s.x = decay * s.x + key.x * change, s.y = decay * s.y + key.y * change;
-                s.z = decay * s.z + key.z * change, s.w = decay * s.w + key.w * change;
+                float4 &s = state[j];
+                s.x = decay * s.x + key[j].x * change, s.y = decay * s.y + key[j].y * change;
+                s.z = decay * s.z + key[j].z * change, s.w = decay * s.w + key[j].w * change;
             }
-            if (there && part == 0) out[i * (int64_t)a.n_head_v * a.d_v] = a.scale * (decay * result + f.both[i] * change);
+            if (writes) *out = a.scale * (decay * result + gate.z * change);
+            out += a.n_head_v * (int64_t)a.d_v;
             if (IS_TREE) {
                 store(a.branches + token * size);
                 if (token == kept - 1) store(a.s.after());

@@ -1,16 +1,19 @@
 """The kernels of delta nets on the emulated device against the same in float64: outputs and what is kept."""
 
-import math
+import json
+import subprocess
+import sys
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import emulator
 import numpy as np
 import pytest
+from delta_reference import Data, Net, expected
 from emulator.build import library
 
+from reflex_ipc import archs
 from reflex_ipc import plan as ops
 from reflex_ipc.cuda import launch
 from reflex_ipc.cuda.device import start_driver
@@ -19,94 +22,14 @@ from reflex_ipc.cuda.launch import Kernels
 from reflex_ipc.cuda.lower import Lowering, check
 from reflex_ipc.cuda.places import Places, Shape
 from reflex_ipc.errors import UnsupportedModelError
-from reflex_ipc.gguf import GGUF, TYPES, Tensor
+from reflex_ipc.gguf import GGUF
 from reflex_ipc.plan import PARENT_NONE, Plan, Value
 
 KERNELS = Path(launch.LIB) / "sm_90a" / "kernels.txt"
 pytestmark = pytest.mark.skipif(not KERNELS.exists(), reason="the kernels are not built: kernels/build.py all")
 
-L2_EPS, NORM_EPS, KERNEL = 1e-6, 1e-5, 4
 BOUND = 2e-6
 """Of the norm of all numbers of a kind: float32 sums of at most 128 products, and exp."""
-
-
-class Net(NamedTuple):
-    n_head_k: int
-    n_head_v: int
-    d: int
-    tiled: bool = True
-
-    @property
-    def width(self) -> int:
-        return (2 * self.n_head_k + self.n_head_v) * self.d
-
-    def group(self) -> Group:
-        n_key, n_value = self.n_head_k * self.d, self.n_head_v * self.d
-        x, z = Value("x", self.width), Value("z", n_value)
-        alpha, beta = Value("alpha", self.n_head_v), Value("beta", self.n_head_v)
-        conv = ops.Conv("conv", Value("conv", self.width), x, "taps", "tail")
-        starts = (("q", 0, n_key), ("k", n_key, n_key), ("v", 2 * n_key, n_value))
-        q, k, v = (ops.Slice(name, Value(name, n), conv.out, 1, start, n) for name, start, n in starts)
-        nq, nk = (
-            ops.L2Norm(f"n{part.name}", Value(f"n{part.name}", n_key), part.out, self.n_head_k, L2_EPS)
-            for part in (q, k)
-        )
-        rule = ops.DeltaRule(
-            "rule", Value("rule", n_value), nq.out, nk.out, v.out, alpha, beta, "dt", "decay", "matrices",
-            self.n_head_k, self.n_head_v, self.tiled,
-        )  # fmt: skip
-        norm = ops.RmsNorm("norm", Value("norm", n_value), rule.out, "weight", self.n_head_v, NORM_EPS)
-        gate = ops.SwiGlu("gate", Value("gate", n_value), z, norm.out)
-        return Group("delta", [conv, q, k, nq, nk, v, rule, norm, gate], [gate.out])
-
-
-class Data:
-    """Inputs, weights and the state before. `hard`: decays of everything, of nothing, and in between."""
-
-    def __init__(self, net: Net, n: int, *, hard: bool = False) -> None:
-        rng = np.random.default_rng(n + net.d)
-
-        def normal(*shape: int) -> np.ndarray:
-            return rng.standard_normal(shape).astype(np.float32)
-
-        spread = 60 if hard else 1
-        self.x, self.z = normal(n, net.width), normal(n, net.n_head_v * net.d)
-        self.alpha, self.beta = spread * normal(n, net.n_head_v), spread * normal(n, net.n_head_v)
-        self.taps, self.weight = normal(net.width, KERNEL), normal(net.d)
-        self.dt, self.decay = normal(net.n_head_v), -np.abs((20 if hard else 0.1) * normal(net.n_head_v))
-        self.tail, self.matrices = normal(KERNEL - 1, net.width), normal(net.n_head_v, net.d, net.d)
-
-
-def expected(net: Net, data: Data, parents: list[int], kept: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Outputs, and tail and matrices after the step, in float64."""
-    d, n_key = net.d, net.n_head_k * net.d
-    x, z, taps, tail = (a.astype(np.float64) for a in (data.x, data.z, data.taps, data.tail))
-    out, behind = np.empty_like(z), {-1: data.matrices.astype(np.float64), PARENT_NONE: np.zeros(data.matrices.shape)}
-    per_key = net.n_head_v // net.n_head_k
-    heads = [h % net.n_head_k if net.tiled else h // per_key for h in range(net.n_head_v)]
-    for i, parent in enumerate(parents):
-        line, at = [], i
-        while len(line) < KERNEL and at >= 0:
-            line.append(x[at])
-            at = parents[at]
-        before = [np.zeros(net.width)] * KERNEL if at == PARENT_NONE else list(tail[::-1])
-        c = sum(row * taps[:, KERNEL - 1 - j] for j, row in enumerate((line + before)[:KERNEL]))
-        c = c * logistic(c)
-        q, k = (c[start : start + n_key].reshape(net.n_head_k, d) for start in (0, n_key))
-        q, k = (p / np.sqrt((p**2).sum(axis=1, keepdims=True) + L2_EPS) for p in (q, k))
-        q, k, v = q[heads] / math.sqrt(d), k[heads], c[2 * n_key :].reshape(net.n_head_v, d)
-        step = np.logaddexp(0, data.alpha[i].astype(np.float64) + data.dt) * data.decay
-        s = behind[parent] * np.exp(step)[:, None, None]
-        change = logistic(data.beta[i].astype(np.float64))[:, None] * (v - np.einsum("hkv,hk->hv", s, k))
-        behind[i] = s = s + k[:, :, None] * change[:, None, :]
-        o = np.einsum("hkv,hk->hv", s, q)
-        o = o / np.sqrt((o**2).mean(axis=1, keepdims=True) + NORM_EPS) * data.weight
-        out[i] = z[i] * logistic(z[i]) * o.reshape(-1)
-    return out, np.concatenate([tail, x[:kept]])[-(KERNEL - 1) :], behind[kept - 1]
-
-
-def logistic(x: np.ndarray) -> np.ndarray:
-    return np.exp(-np.logaddexp(0, -x))
 
 
 class Bench(Lowering):
@@ -115,11 +38,8 @@ class Bench(Lowering):
     def __init__(self, device, kernels, net: Net, data: Data) -> None:
         self.group = net.group()
         self.arrays = {name: np.ascontiguousarray(array) for name, array in vars(data).items()}
-        kind = next(t for t in TYPES.values() if t.name == "F32")
-        taps = Tensor("taps", kind, (KERNEL, net.width), 0, 0, data.taps.nbytes)
-        plan = Plan("test", self.group.parts, (), {"taps": taps}, self.group.outputs[0], 1, 1, 1, 1, ())
         super().__init__(
-            device, kernels, device.stream(), plan, [], None, Places(), lambda name: self.arrays[name].ctypes.data
+            device, kernels, device.stream(), net.plan(), [], None, Places(), lambda n: self.arrays[n].ctypes.data
         )
         self.states = {}
         for name in ("tail", "matrices"):
@@ -131,7 +51,9 @@ class Bench(Lowering):
     def at(self, value: Value) -> int:
         return self.arrays[value.name].ctypes.data
 
-    def run(self, n: int, parents: list[int] | None = None, kept: int | None = None, *, apart: bool = False) -> np.ndarray:
+    def run(
+        self, n: int, parents: list[int] | None = None, kept: int | None = None, *, apart: bool = False
+    ) -> np.ndarray:
         kept = n if kept is None else kept
         control = np.array([0, kept, 0, self.parity], np.int32)
         tree = np.array(parents or [], np.int32)
@@ -158,9 +80,15 @@ class Bench(Lowering):
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory):
-    lib = str(emulator.kernels(KERNELS, tmp_path_factory.mktemp("emulated")))
-    opening = start_driver(0, str(library(KERNELS)))
+def emulated(tmp_path_factory) -> tuple[str, str]:
+    """The emulated driver, and its kernels."""
+    return str(library(KERNELS)), str(emulator.kernels(KERNELS, tmp_path_factory.mktemp("emulated")))
+
+
+@pytest.fixture(scope="module")
+def bench(emulated):
+    path, lib = emulated
+    opening = start_driver(0, path)
     device = opening.wait()
     yield lambda net, data: Bench(device, Kernels(device, lib), net, data)
     opening.close()
@@ -171,7 +99,14 @@ def close(actual: np.ndarray, wanted: np.ndarray, bound: float = BOUND) -> None:
     assert float(np.linalg.norm(actual - wanted)) <= bound * float(np.linalg.norm(wanted))
 
 
-NETS = [Net(1, 4, 128), Net(2, 4, 128, tiled=False), Net(2, 2, 64), Net(2, 4, 24), Net(1, 3, 32, tiled=False), Net(1, 2, 100)]
+NETS = [
+    Net(1, 4, 128),
+    Net(2, 4, 128, tiled=False),
+    Net(2, 2, 64),
+    Net(2, 4, 24),
+    Net(1, 3, 32, tiled=False),
+    Net(1, 2, 100),
+]
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one", "apart"])
@@ -228,8 +163,6 @@ def test_the_same_bits_every_time(bench) -> None:
 @cache
 def plan_of(path: Path) -> Plan:
     with GGUF.open(path) as gguf:
-        from reflex_ipc import archs
-
         return archs.build(gguf)
 
 
@@ -264,3 +197,29 @@ def test_heads_the_kernels_do_not_take_are_refused(fixtures: Path) -> None:
         changed = tuple(odd if op is rule else op for op in plan.ops)
         with pytest.raises(UnsupportedModelError, match=rf"keys of {d} and values of 16 numbers"):
             check(plan._replace(ops=changed))
+
+
+def test_the_benchmark_runs(emulated, tmp_path: Path) -> None:
+    """bench/delta.py, as far as a device that takes no time can show it."""
+    script = Path(__file__).parent.parent / "bench" / "delta.py"
+    command = [
+        sys.executable,
+        str(script),
+        str(tmp_path),
+        "--shapes",
+        "0.8B",
+        "--counts",
+        "1",
+        "3",
+        "--checked",
+        "1",
+        "18",
+    ]
+    command += ["--layers", "2", "--library", emulated[0], "--kernels", emulated[1]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "delta.json").read_text())["rows"]
+    assert [(row["n"], row["how"]) for row in rows if "us" in row] == [
+        (n, how) for n in (1, 3) for how in ("whole", "apart", "rule")
+    ]
+    assert max(row["error_state"] for row in rows if "error_state" in row) <= BOUND

@@ -178,8 +178,8 @@ def delta_group(low: "Lowering", group: "Group", shape: "Shape") -> "Iterator[La
     d, _ = _head_widths(rule)
     taps, kernel = low.weight(conv.weight), low.plan.weights[conv.weight].ne[0]
     if shape.n_tokens == 1 and not shape.is_tree:
-        arguments = _step(low, conv.state, shape) + _step(low, rule.state, shape)
-        arguments += _DELTA_TOKEN.pack(
+        data = _step(low, conv.state, shape) + _step(low, rule.state, shape)
+        data += _DELTA_TOKEN.pack(
             low.at(gate.out),
             low.at(conv.x),
             taps,
@@ -198,7 +198,7 @@ def delta_group(low: "Lowering", group: "Group", shape: "Shape") -> "Iterator[La
             norm.eps,
             d**-0.5,
         )
-        yield low.launch("delta_token", (rule.n_head_v, 1, 1), 512, [arguments])
+        yield low.launch("delta_token", (rule.n_head_v, 1, 1), 512, [data])
         return
     n, n_key, width = shape.n_tokens, rule.q.width, conv.x.width
     qkv = low.places.scratch

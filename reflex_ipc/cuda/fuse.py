@@ -142,22 +142,28 @@ class _Fusion:
         this reads, and the norm and gate behind."""
         n_key, n_value = op.q.width, op.v.width
         q, k, v = (self.maker[value.name] for value in (op.q, op.k, op.v))
-        if not (isinstance(q, L2Norm) and isinstance(k, L2Norm) and q.n_group == k.n_group == op.n_head_k):
+        if not (isinstance(q, L2Norm) and isinstance(k, L2Norm)):
             return
-        slices = [self.maker[q.x.name], self.maker[k.x.name], v]
-        conv = self.maker.get(slices[0].x.name) if isinstance(slices[0], Slice) else None
-        if not isinstance(conv, Conv) or q.eps != k.eps or conv.out.width != 2 * n_key + n_value:
+        if (q.n_group, q.eps) != (op.n_head_k, k.eps) or k.n_group != op.n_head_k:
             return
-        for part, start, length in zip(slices, (0, n_key, 2 * n_key), (n_key, n_key, n_value), strict=True):
-            wanted = part._replace(x=conv.out, n_group=1, start=start, length=length) if isinstance(part, Slice) else None
-            if part != wanted:
-                return
-        norm = self.only_reader(op)
-        gate = self.only_reader(norm) if isinstance(norm, RmsNorm) and norm.n_group == op.n_head_v else None
-        if not isinstance(gate, SwiGlu) or gate.up != norm.out or n_key // op.n_head_k != n_value // op.n_head_v:
+        slices = [part for part in (self.maker[q.x.name], self.maker[k.x.name], v) if isinstance(part, Slice)]
+        if len(slices) < 3:
             return
-        inner = [*slices[:2], q, k, v]
-        if len(self.readers[conv.out.name]) == 3 and all(self.only_reader(part) for part in inner):
+        x = slices[0].x
+        wanted = [(x, 1, 0, n_key), (x, 1, n_key, n_key), (x, 1, 2 * n_key, n_value)]
+        if [(part.x, part.n_group, part.start, part.length) for part in slices] != wanted:
+            return
+        conv, norm = self.maker[x.name], self.only_reader(op)
+        if not isinstance(conv, Conv) or x.width != 2 * n_key + n_value or len(self.readers[x.name]) != 3:
+            return
+        if not isinstance(norm, RmsNorm) or norm.n_group != op.n_head_v:
+            return
+        gate = self.only_reader(norm)
+        if not isinstance(gate, SwiGlu) or gate.up != norm.out:
+            return
+        inner: list[Op] = [slices[0], slices[1], q, k, slices[2]]
+        is_one_width = n_key // op.n_head_k == n_value // op.n_head_v
+        if is_one_width and all(self.only_reader(part) for part in inner):
             self.add("delta", [conv, *inner, op, norm, gate], self.order[gate.out.name])
 
     def norm(self, op: RmsNorm) -> None:

@@ -57,12 +57,14 @@ extern "C" __global__ void __launch_bounds__(256) norm_gate(float *out, const fl
     }
 }
 
+constexpr int AT_ONCE = 4;
+
 #define DELTA(D_K)                                                                                                       \
-    extern "C" __global__ void __launch_bounds__(DELTA_THREADS, 4) delta_rule_##D_K(const __grid_constant__ Delta a) {      \
-        delta_rule<D_K, false>(a);                                                                                       \
+    extern "C" __global__ void __launch_bounds__(DELTA_THREADS, 3) delta_rule_##D_K(const __grid_constant__ Delta a) {      \
+        delta_rule<D_K, AT_ONCE, false>(a);                                                                                      \
     }                                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(DELTA_THREADS, 4) delta_tree_##D_K(const __grid_constant__ Delta a) {      \
-        delta_rule<D_K, true>(a);                                                                                        \
+    extern "C" __global__ void __launch_bounds__(DELTA_THREADS, 3) delta_tree_##D_K(const __grid_constant__ Delta a) {      \
+        delta_rule<D_K, 1, true>(a);                                                                                       \
     }
 
 DELTA(32)
@@ -87,8 +89,10 @@ extern "C" __global__ void __launch_bounds__(512, 1) delta_token(const __grid_co
     __shared__ float4 sums[2][WARPS][WARP];
     int head = blockIdx.x, d = a.d, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, index = threadIdx.x % D;
     int64_t first = head * (int64_t)d * d;
-    // The parity may be that of the step before: this is a hint, for the load may take longer than the wait.
-    for (int i = threadIdx.x * WARP; i < d * d; i += blockDim.x * WARP) prefetch(a.rule.before() + first + i);
+    // The parity read this early may be that of the step before, so this is a hint; it must not enter the first-level
+    // cache, where the true one would be looked for.
+    const float *hint = a.rule.states[__ldcg(a.rule.control + 3) & 1] + first;
+    for (int i = threadIdx.x * WARP; i < d * d; i += blockDim.x * WARP) prefetch(hint + i);
     wait_for_predecessor();
 
     bool there = lane * 4 < d;

@@ -1,126 +1,175 @@
-// What delta-net layers keep: the last inputs of a convolution, and one matrix a head. Both are held twice, so that a step
-// can be taken back: a step reads the state of the parity in `control` and leaves that of its kept tokens in the other.
-//
-// parents (T): the token before each within the step, -1 for the state, -2 for nothing; null for a plain text.
-#include "block.cuh"
+// Delta-net layers: a short convolution, the gated delta rule, norm and gate. A token of decoding takes one kernel for
+// all of it, other steps take three: conv_heads, delta_rule or delta_tree, norm_gate. `conv` is the convolution alone.
+#include "delta.cuh"
 
-struct Step {
-    const int *control;  // past, kept tokens, serial, parity
-    const int *parents;
-    float *states[2];
-    int n_tokens, unused;
-
-    __device__ __forceinline__ int kept() const { return control[1]; }
-    __device__ __forceinline__ int parent(int token) const { return parents ? parents[token] : token - 1; }
-    __device__ __forceinline__ const float *before() const { return states[control[3]]; }
-    __device__ __forceinline__ float *after() const { return states[1 - control[3]]; }
-};
-
-// out (T, width) = silu of a causal depthwise convolution of x (T, width) with taps (width, kernel), the last tap for the
-// token itself. The state is the last kernel - 1 inputs, oldest first. A thread a channel; grid (channels, T).
+// out (T, width): grid (channels, T), a thread a channel.
 extern "C" __global__ void conv(const __grid_constant__ Step s, float *out, const float *x, const float *taps, int width,
                                 int kernel) {
     wait_for_predecessor();
-    int channel = blockIdx.x * blockDim.x + threadIdx.x, token = blockIdx.y, kept = s.kept();
+    int channel = blockIdx.x * blockDim.x + threadIdx.x, token = blockIdx.y;
     if (channel >= width) return;
-    const float *tail = s.before();
-    float sum = 0.0f;
-    int at = token, behind = 0;  // once the step's own tokens are used up: how many of the state's
-    for (int tap = kernel - 1; tap >= 0; tap--) {
-        float input = 0.0f;
-        if (at >= 0) {
-            input = x[at * (int64_t)width + channel];
-            at = s.parent(at);
-        } else if (at == -1) {
-            input = tail[(kernel - 2 - behind) * (int64_t)width + channel];
-            behind++;
-        }
-        sum += input * taps[channel * kernel + tap];
-    }
-    out[token * (int64_t)width + channel] = sum * sigmoid(sum);
-    if (token == 0 && kept)
-        for (int row = 0; row < kernel - 1; row++) {
-            int from = row + kept;
-            s.after()[row * (int64_t)width + channel] =
-                from < kernel - 1 ? tail[from * (int64_t)width + channel] : x[(from - kernel + 1) * (int64_t)width + channel];
-        }
+    out[token * (int64_t)width + channel] = convolved(s, x, taps, width, kernel, token, channel);
+    if (token == 0) keep_inputs(s, x, width, kernel, channel);
 }
 
-struct Delta {
-    Step s;
-    float *out;                   // (T, n_head_v * d_v)
-    const float *q, *k, *v;       // (T, n_head_k * d_k) twice, (T, n_head_v * d_v)
-    const float *alpha, *beta;    // (T, n_head_v)
-    const float *dt, *decay;      // (n_head_v)
-    float *branches;              // (T, n_head_v, d_k, d_v): the state behind every token of a tree
-    int n_head_k, n_head_v, d_k, d_v, tiled;
-    float scale;
-};
-
-// The gated delta rule, token after token, a state S (d_k, d_v) a value head:
-//     S = exp(softplus(alpha + dt) decay) S;  S += k (sigmoid(beta) (v - S^T k))^T;  out = scale S^T q
-// A thread keeps half a column of S in registers; grid (n_head_v, d_v / 16), one warp a block.
-template <int D_K>
-__device__ __forceinline__ void delta_rule(const Delta &a) {
-    __shared__ float keys[D_K], queries[D_K];
+// The same by heads of d numbers, the first `normal` of which, queries and keys, end as x / sqrt(sum(x^2) + eps).
+// A warp a head and token; grid (T / 8, heads), 8 warps, so that a block reads most rows once.
+extern "C" __global__ void __launch_bounds__(256) conv_heads(const __grid_constant__ Step s, float *out, const float *x,
+                                                             const float *taps, int width, int kernel, int d, int normal,
+                                                             float eps) {
     wait_for_predecessor();
-    int head = blockIdx.x, column = blockIdx.y * 16 + threadIdx.x % 16, kept = a.s.kept();
-    int from = a.tiled ? head % a.n_head_k : head / (a.n_head_v / a.n_head_k);
-    bool there = column < a.d_v;
-    constexpr int ROWS = D_K / 2;
-    int first = threadIdx.x / 16 * ROWS;
-    int64_t place = (head * (int64_t)a.d_k + first) * a.d_v + column, size = (int64_t)a.n_head_v * a.d_k * a.d_v;
-    float state[ROWS];
-    auto load = [&](const float *states) {
+    int lane = threadIdx.x % WARP, token = blockIdx.x * 8 + threadIdx.x / WARP, head = blockIdx.y;
+    if (token >= s.n_tokens) return;
+    float *row = out + token * (int64_t)width + head * d, sum = 0.0f;
+    float values[LARGEST_HEAD / WARP];
 #pragma unroll
-        for (int i = 0; i < ROWS; i++) state[i] = states && there && first + i < a.d_k ? states[place + i * (int64_t)a.d_v] : 0.0f;
-    };
-    auto store = [&](float *states) {
+    for (int i = 0; i < LARGEST_HEAD / WARP; i++) {
+        int number = lane + WARP * i;
+        values[i] = number < d ? convolved(s, x, taps, width, kernel, token, head * d + number) : 0.0f;
+        sum += values[i] * values[i];
+        if (token == 0 && number < d) keep_inputs(s, x, width, kernel, head * d + number);
+    }
+    sum = warp_sum(sum);
+    float scale = head < normal ? 1.0f / sqrtf(sum + eps) : 1.0f;
 #pragma unroll
-        for (int i = 0; i < ROWS; i++)
-            if (there && first + i < a.d_k) states[place + i * (int64_t)a.d_v] = state[i];
-    };
-    for (int token = 0; token < a.s.n_tokens; token++) {
-        int parent = a.s.parent(token);
-        if (parent < 0)
-            load(parent == -1 ? a.s.before() : nullptr);
-        else if (parent != token - 1)
-            load(a.branches + parent * size);
-        __syncwarp();
-        for (int i = threadIdx.x; i < D_K; i += WARP) {
-            int64_t at = (token * (int64_t)a.n_head_k + from) * a.d_k + i;
-            keys[i] = i < a.d_k ? a.k[at] : 0.0f;
-            queries[i] = i < a.d_k ? a.q[at] * a.scale : 0.0f;
-        }
-        __syncwarp();
-        int64_t row = token * (int64_t)a.n_head_v + head;
-        float x = a.alpha[row] + a.dt[head];
-        float softplus = fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
-        float decay = expf(softplus * a.decay[head]), memory = 0.0f, out = 0.0f;
+    for (int i = 0; i < LARGEST_HEAD / WARP; i++)
+        if (lane + WARP * i < d) row[lane + WARP * i] = values[i] * scale;
+}
+
+// out = x / sqrt(mean(x^2) + eps) * weight * silu(gate) over rows of d numbers; a warp a row, 8 warps a block.
+extern "C" __global__ void __launch_bounds__(256) norm_gate(float *out, const float *x, const float *gate,
+                                                            const float *weight, int rows, int d, float eps) {
+    wait_for_predecessor();
+    int lane = threadIdx.x % WARP, row = blockIdx.x * 8 + threadIdx.x / WARP;
+    if (row >= rows) return;
+    int64_t first = row * (int64_t)d;
+    float values[LARGEST_HEAD / WARP], sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < ROWS; i++) {
-            state[i] *= decay;
-            memory += state[i] * keys[first + i];
-        }
-        memory += __shfl_xor_sync(~0u, memory, 16);
-        float change = there ? sigmoid(a.beta[row]) * (a.v[row * a.d_v + column] - memory) : 0.0f;
+    for (int i = 0; i < LARGEST_HEAD / WARP; i++) {
+        values[i] = lane + WARP * i < d ? x[first + lane + WARP * i] : 0.0f;
+        sum += values[i] * values[i];
+    }
+    float scale = 1.0f / sqrtf(warp_sum(sum) / d + eps);
 #pragma unroll
-        for (int i = 0; i < ROWS; i++) {
-            state[i] += keys[first + i] * change;
-            out += state[i] * queries[first + i];
-        }
-        out += __shfl_xor_sync(~0u, out, 16);
-        if (there && first == 0) a.out[row * a.d_v + column] = out;
-        if (a.s.parents) store(a.branches + token * size);
-        if (token == kept - 1) store(a.s.after());
+    for (int i = 0; i < LARGEST_HEAD / WARP; i++) {
+        int number = lane + WARP * i;
+        if (number < d) out[first + number] = silu(gate[first + number]) * (values[i] * scale * weight[number]);
     }
 }
+
+constexpr int AT_ONCE = 4;
 
 #define DELTA(D_K)                                                                                                       \
-    extern "C" __global__ void __launch_bounds__(WARP, 1) delta_rule_##D_K(const __grid_constant__ Delta a) {            \
-        delta_rule<D_K>(a);                                                                                              \
+    extern "C" __global__ void __launch_bounds__(DELTA_THREADS, 3) delta_rule_##D_K(const __grid_constant__ Delta a) {      \
+        delta_rule<D_K, AT_ONCE, false>(a);                                                                                      \
+    }                                                                                                                    \
+    extern "C" __global__ void __launch_bounds__(DELTA_THREADS, 3) delta_tree_##D_K(const __grid_constant__ Delta a) {      \
+        delta_rule<D_K, 1, true>(a);                                                                                       \
     }
 
 DELTA(32)
 DELTA(64)
 DELTA(128)
+
+struct DeltaToken {
+    Step conv, rule;
+    float *out;                // (n_head_v * d)
+    const float *x, *taps;     // ((2 n_head_k + n_head_v) * d): queries, keys, values before their convolution
+    const float *alpha, *beta, *dt, *decay;  // (n_head_v)
+    const float *norm, *gate;  // (d), (n_head_v * d)
+    int n_head_k, n_head_v, d, kernel, tiled;
+    float l2_eps, norm_eps, scale;
+};
+
+// One token through all of it, d a multiple of 4 and at most 128. A block a value head; a warp has every 16th row of its
+// matrix, a thread four columns. The convolutions of a key head are computed by all of its value heads, kept by one.
+extern "C" __global__ void __launch_bounds__(512, 1) delta_token(const __grid_constant__ DeltaToken a) {
+    constexpr int D = LARGEST_HEAD, WARPS = 16, ROWS = D / WARPS;
+    __shared__ float taken[3][D], squares[3][D / WARP], changes[D];
+    __shared__ float4 sums[2][WARPS][WARP];
+    int head = blockIdx.x, d = a.d, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, index = threadIdx.x % D;
+    int64_t first = head * (int64_t)d * d;
+    // The parity read this early may be that of the step before, so this is a hint; it must not enter the first-level
+    // cache, where the true one would be looked for.
+    const float *hint = a.rule.states[__ldcg(a.rule.control + 3) & 1] + first;
+    for (int i = threadIdx.x * WARP; i < d * d; i += blockDim.x * WARP) prefetch(hint + i);
+    wait_for_predecessor();
+
+    bool there = lane * 4 < d;
+    const float *before = a.rule.before() + first;
+    float4 state[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+        int row = warp + WARPS * i;
+        state[i] = there && row < d ? *(const float4 *)(before + row * d + lane * 4) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+    float2 gate = gates(a.alpha[head], a.beta[head], a.dt[head], a.decay[head]);
+    int per_key = a.n_head_v / a.n_head_k, from = a.tiled ? head % a.n_head_k : head / per_key;
+    bool is_first = a.tiled ? head < a.n_head_k : head % per_key == 0;
+    int part = warp / (D / WARP);  // queries, keys, values, nothing
+    if (part < 3) {
+        int width = (2 * a.n_head_k + a.n_head_v) * d;
+        int channel = (part == 0 ? from : part == 1 ? a.n_head_k + from : 2 * a.n_head_k + head) * d + index;
+        float value = index < d ? convolved(a.conv, a.x, a.taps, width, a.kernel, 0, channel) : 0.0f;
+        taken[part][index] = value;
+        float sum = warp_sum(value * value);
+        if (lane == 0) squares[part][warp % (D / WARP)] = sum;
+        if (index < d && (part == 2 || is_first)) keep_inputs(a.conv, a.x, width, a.kernel, channel);
+    }
+    __syncthreads();
+
+    float norms[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < D / WARP; j++) sum += squares[i][j];
+        norms[i] = 1.0f / sqrtf(sum + a.l2_eps);
+    }
+    float4 memory = make_float4(0.0f, 0.0f, 0.0f, 0.0f), out = memory;
+    float keys[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+        float key = keys[i] = taken[1][warp + WARPS * i] * norms[1], query = taken[0][warp + WARPS * i] * norms[0];
+        memory.x += state[i].x * key, memory.y += state[i].y * key, memory.z += state[i].z * key, memory.w += state[i].w * key;
+        out.x += state[i].x * query, out.y += state[i].y * query, out.z += state[i].z * query, out.w += state[i].w * query;
+    }
+    sums[0][warp][lane] = memory;
+    sums[1][warp][lane] = out;
+    __syncthreads();
+
+    float result = 0.0f;
+    if (threadIdx.x < D) {
+        float both = 0.0f, remembered = 0.0f;
+#pragma unroll
+        for (int i = lane; i < D; i += WARP) both += taken[0][i] * norms[0] * (taken[1][i] * norms[1]);
+        both = warp_sum(both);
+#pragma unroll
+        for (int i = 0; i < WARPS; i++) {
+            remembered += ((const float *)sums[0][i])[index];
+            result += ((const float *)sums[1][i])[index];
+        }
+        float change = changes[index] = gate.y * (taken[2][index] - gate.x * remembered);
+        result = a.scale * (gate.x * result + both * change);
+        float sum = warp_sum(result * result);
+        if (lane == 0) squares[2][warp] = sum;
+    }
+    __syncthreads();
+
+    if (threadIdx.x < d) {
+        float sum = squares[2][0] + squares[2][1] + squares[2][2] + squares[2][3];
+        float y = result * (1.0f / sqrtf(sum / d + a.norm_eps)) * a.norm[index];
+        a.out[head * d + index] = silu(a.gate[head * d + index]) * y;
+    }
+    if (!a.rule.kept() || !there) return;
+    float *after = a.rule.after() + first;
+    float4 change = *(const float4 *)(changes + lane * 4);
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+        int row = warp + WARPS * i;
+        float4 s = state[i];
+        s.x = s.x * gate.x + keys[i] * change.x, s.y = s.y * gate.x + keys[i] * change.y;
+        s.z = s.z * gate.x + keys[i] * change.z, s.w = s.w * gate.x + keys[i] * change.w;
+        if (row < d) *(float4 *)(after + row * d + lane * 4) = s;
+    }
+}

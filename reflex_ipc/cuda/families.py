@@ -3,6 +3,7 @@
 Each function takes the lowering, an op and the step's shape, and yields the op's launches.
 """
 
+import math
 from struct import Struct
 
 from reflex_ipc import plan as ops
@@ -13,12 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
+    from reflex_ipc.cuda.fuse import Group
     from reflex_ipc.cuda.launch import Launch
     from reflex_ipc.cuda.lower import Lowering
     from reflex_ipc.cuda.places import Shape
     from reflex_ipc.plan import Plan
 
-LARGEST_KEY = 128  # of the delta rule: kernels/recurrent.cu
+LARGEST_KEY = 128  # of the delta rule: kernels/delta.cuh
 LARGEST_RANK = 1024  # of latent attention: kernels/latent.cu
 
 UNPROVEN = frozenset(("qwen35moe", "deepseek2"))
@@ -27,14 +29,20 @@ prompt tip close decisions of the router, more of them than the fidelity bounds 
 
 _ROUTE = Struct("<3Q7if")
 _STEP = Struct("<4Q2i")
-_DELTA = Struct(_STEP.format + "9Q5if")
+_DELTA = Struct("<9Q7if")
+_DELTA_TOKEN = Struct("<9Q5i3f")
 _LATENT = Struct("<5QQqiiiI4ifI")
 
 
 def refusal(plan: "Plan", op: "Any") -> str | None:
     """Why the kernels cannot run this op, or None."""
-    if isinstance(op, ops.DeltaRule) and op.q.width // op.n_head_k > LARGEST_KEY:
-        return f"has keys of {op.q.width // op.n_head_k} numbers; the CUDA kernels take up to {LARGEST_KEY}"
+    if isinstance(op, ops.DeltaRule):
+        d_k, d_v = _head_widths(op)
+        if d_k > LARGEST_KEY or d_k % 4 or d_v % 4:
+            return (
+                f"has keys of {d_k} and values of {d_v} numbers; the CUDA kernels take multiples of 4, and keys of up "
+                f"to {LARGEST_KEY}"
+            )
     if isinstance(op, ops.LatentAttention):
         if len(op.weights) != 2:
             return (
@@ -46,19 +54,15 @@ def refusal(plan: "Plan", op: "Any") -> str | None:
 
 
 def scratch_bytes(plan: "Plan", n_tokens: int) -> int:
-    """Room that latent attention needs between its launches."""
-    return max(
-        (4 * n_tokens * sum(_parts(plan, op)) for op in plan.ops if isinstance(op, ops.LatentAttention)), default=0
-    )
+    """Room that latent attention and delta nets need between their launches."""
+    widths = [sum(_parts(plan, op)) for op in plan.ops if isinstance(op, ops.LatentAttention)]
+    widths += [2 * (op.q.width + op.v.width) for op in plan.ops if isinstance(op, ops.DeltaRule)]
+    return 4 * n_tokens * max(widths, default=0)
 
 
 def branch_bytes(plan: "Plan", n_tokens: int) -> int:
     """Room for the recurrent states behind every token of a tree, of one layer at a time."""
-    sizes = (
-        op.n_head_v * op.q.width // op.n_head_k * op.v.width // op.n_head_v
-        for op in plan.ops
-        if isinstance(op, ops.DeltaRule)
-    )
+    sizes = (op.n_head_v * math.prod(_head_widths(op)) for op in plan.ops if isinstance(op, ops.DeltaRule))
     return 4 * n_tokens * max(sizes, default=0)
 
 
@@ -133,10 +137,24 @@ def l2_norm(low: "Lowering", op: ops.L2Norm, shape: "Shape") -> "Iterator[Launch
 
 
 def delta_rule(low: "Lowering", op: ops.DeltaRule, shape: "Shape") -> "Iterator[Launch]":
-    d_k, d_v = op.q.width // op.n_head_k, op.v.width // op.n_head_v
-    arguments = _step(low, op.state, shape) + Struct("<9Q5if").pack(
-        low.at(op.out),
-        *(low.at(value) for value in (op.q, op.k, op.v, op.alpha, op.beta)),
+    q, k, v = (low.at(value) for value in (op.q, op.k, op.v))
+    yield _delta_rule(low, op, shape, low.at(op.out), (q, k, v), (op.q.width, op.v.width))
+
+
+def _head_widths(op: ops.DeltaRule) -> tuple[int, int]:
+    """Numbers of a key and of a value."""
+    return op.q.width // op.n_head_k, op.v.width // op.n_head_v
+
+
+def _delta_rule(
+    low: "Lowering", op: ops.DeltaRule, shape: "Shape", out: int, qkv: tuple[int, int, int], strides: tuple[int, int]
+) -> "Launch":
+    d_k, d_v = _head_widths(op)
+    arguments = _step(low, op.state, shape) + _DELTA.pack(
+        out,
+        *qkv,
+        low.at(op.alpha),
+        low.at(op.beta),
         low.weight(op.dt),
         low.weight(op.decay),
         low.places.branches,
@@ -145,10 +163,54 @@ def delta_rule(low: "Lowering", op: ops.DeltaRule, shape: "Shape") -> "Iterator[
         d_k,
         d_v,
         op.tiled,
+        *strides,
         d_k**-0.5,
     )
     compiled = next(n for n in (32, 64, 128) if n >= d_k)
-    yield low.launch(f"delta_rule_{compiled}", (op.n_head_v, -(-d_v // 16), 1), 32, [arguments])
+    kernel = f"delta_{'tree' if shape.is_tree else 'rule'}_{compiled}"
+    columns = 2048 // compiled  # of a block
+    return low.launch(kernel, (op.n_head_v, -(-d_v // columns), 1), 128, [arguments])
+
+
+def delta_group(low: "Lowering", group: "Group", shape: "Shape") -> "Iterator[Launch]":
+    """The whole of a delta net between its products: one launch for a token, three for more."""
+    conv, _, _, l2, _, _, rule, norm, gate = group.parts
+    d, _ = _head_widths(rule)
+    taps, kernel = low.weight(conv.weight), low.plan.weights[conv.weight].ne[0]
+    if shape.n_tokens == 1 and not shape.is_tree:
+        data = _step(low, conv.state, shape) + _step(low, rule.state, shape)
+        data += _DELTA_TOKEN.pack(
+            low.at(gate.out),
+            low.at(conv.x),
+            taps,
+            low.at(rule.alpha),
+            low.at(rule.beta),
+            low.weight(rule.dt),
+            low.weight(rule.decay),
+            low.weight(norm.weight),
+            low.at(gate.gate),
+            rule.n_head_k,
+            rule.n_head_v,
+            d,
+            kernel,
+            rule.tiled,
+            l2.eps,
+            norm.eps,
+            d**-0.5,
+        )
+        yield low.launch("delta_token", (rule.n_head_v, 1, 1), 512, [data])
+        return
+    n, n_key, width = shape.n_tokens, rule.q.width, conv.x.width
+    qkv = low.places.scratch
+    mixed = qkv + 4 * n * width
+    step, heads = _step(low, conv.state, shape), 2 * rule.n_head_k
+    arguments = [step, qkv, low.at(conv.x), taps, width, kernel, d, heads, l2.eps]
+    yield low.launch("conv_heads", (-(-n // 8), heads + rule.n_head_v, 1), 256, arguments)
+    q, k, v = (qkv + 4 * start for start in (0, n_key, 2 * n_key))
+    yield _delta_rule(low, rule, shape, mixed, (q, k, v), (width, width))
+    rows = n * rule.n_head_v
+    arguments = [low.at(gate.out), mixed, low.at(gate.gate), low.weight(norm.weight), rows, d, norm.eps]
+    yield low.launch("norm_gate", (-(-rows // 8), 1, 1), 256, arguments)
 
 
 # Latent attention

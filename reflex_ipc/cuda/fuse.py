@@ -4,7 +4,20 @@ A group is a fused op that carries its parts: the reference runs the parts, the 
 has its oracle, and architectures never mention it. `alone` is the plan as it is, one group an op.
 """
 
-from reflex_ipc.plan import Add, Attention, Linear, RmsNorm, Rotate, SwiGlu, inputs, weights
+from reflex_ipc.plan import (
+    Add,
+    Attention,
+    Conv,
+    DeltaRule,
+    L2Norm,
+    Linear,
+    RmsNorm,
+    Rotate,
+    Slice,
+    SwiGlu,
+    inputs,
+    weights,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,6 +37,7 @@ class Group:
     swiglu       the same with exactly two products, gate and up, and the SwiGlu of both behind
     linear_add   a product and the Add of something else to it
     attention    QK-norms and rotations of q and k, then Attention
+    delta        Conv, the slices of it with the norms of q and k, DeltaRule, the norm of its heads, their gate (SwiGlu)
     """
 
     __slots__ = ("inputs", "kind", "outputs", "parts", "weights")
@@ -72,6 +86,8 @@ class _Fusion:
         for op in self.plan.ops:
             if isinstance(op, Attention):
                 self.attention(op)
+            elif isinstance(op, DeltaRule):
+                self.delta(op)
         for op in self.plan.ops:
             if isinstance(op, RmsNorm) and op.n_group == 1 and op.out.name not in self.taken:
                 self.norm(op)
@@ -120,6 +136,35 @@ class _Fusion:
         if len({norm.eps for norm in norms}) > 1:
             norms = []
         self.add("attention", [*norms, *rotations, op], self.order[op.out.name])
+
+    def delta(self, op: DeltaRule) -> None:
+        """Take in what lies between the products: queries, keys and values side by side in one convolution that only
+        this reads, and the norm and gate behind."""
+        n_key, n_value = op.q.width, op.v.width
+        q, k, v = (self.maker[value.name] for value in (op.q, op.k, op.v))
+        if not (isinstance(q, L2Norm) and isinstance(k, L2Norm)):
+            return
+        if (q.n_group, q.eps) != (op.n_head_k, k.eps) or k.n_group != op.n_head_k:
+            return
+        slices = [part for part in (self.maker[q.x.name], self.maker[k.x.name], v) if isinstance(part, Slice)]
+        if len(slices) < 3:
+            return
+        x = slices[0].x
+        wanted = [(x, 1, 0, n_key), (x, 1, n_key, n_key), (x, 1, 2 * n_key, n_value)]
+        if [(part.x, part.n_group, part.start, part.length) for part in slices] != wanted:
+            return
+        conv, norm = self.maker[x.name], self.only_reader(op)
+        if not isinstance(conv, Conv) or x.width != 2 * n_key + n_value or len(self.readers[x.name]) != 3:
+            return
+        if not isinstance(norm, RmsNorm) or norm.n_group != op.n_head_v:
+            return
+        gate = self.only_reader(norm)
+        if not isinstance(gate, SwiGlu) or gate.up != norm.out:
+            return
+        inner: list[Op] = [slices[0], slices[1], q, k, slices[2]]
+        is_one_width = n_key // op.n_head_k == n_value // op.n_head_v
+        if is_one_width and all(self.only_reader(part) for part in inner):
+            self.add("delta", [conv, *inner, op, norm, gate], self.order[gate.out.name])
 
     def norm(self, op: RmsNorm) -> None:
         """A norm whose readers are all products goes into them."""

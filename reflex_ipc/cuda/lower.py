@@ -450,4 +450,5 @@ _GROUPS: "dict[str, Callable[..., Iterator[Launch]]]" = {
     "swiglu": Lowering._linear_swiglu,
     "linear_add": Lowering._linear_add,
     "attention": Lowering._attention_group,
+    "delta": families.delta_group,
 }

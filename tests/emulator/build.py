@@ -26,7 +26,7 @@ FILES = (
     "latent",
 )
 
-MADE_BY_MACRO = re.compile(r"\b(attention_(?:decode|prefill)_|embed_|delta_rule_)##")
+MADE_BY_MACRO = re.compile(r"\b(attention_(?:decode|prefill)_|embed_|delta_rule_|delta_tree_)##")
 """The part of a kernel's name that a macro puts in front of what it varies."""
 
 

@@ -120,7 +120,8 @@ class Engine:
         opening = _start_driver(backend, device)
         gguf: GGUF | None = None
         try:
-            gguf = GGUF.open(model_path(path) if isinstance(path, str) else path)
+            native = opening.header_reader() if opening is not None else None
+            gguf = GGUF.open(model_path(path) if isinstance(path, str) else path, native)
             tokenizer = Tokenizer.from_gguf(gguf)
             header = time.perf_counter()
             plan = archs.build(gguf)

@@ -89,7 +89,9 @@ def test_the_manifest_says_what_is_there(built: Path):
     manifest = json.loads((built / "manifest.json").read_text())
     assert manifest["nvcc"] == "13.0.88"
     assert manifest["sources"]["smoke.cu"] == build._sha256(ROOT / "kernels" / "smoke.cu")
-    assert {*manifest["sources"]} == {"smoke.cu", "native/early.c", "native/upload.c"}
+    assert {*manifest["sources"]} == {
+        "smoke.cu", "native/early.c", "native/strings.c", "native/upload.c", "native/upload.h"
+    }  # fmt: skip
     on_disk = {str(p.relative_to(built)) for p in built.rglob("*") if p.is_file()} - {"manifest.json"}
     assert {*manifest["files"]} == on_disk
     assert all((built / name).stat().st_size == entry["bytes"] for name, entry in manifest["files"].items())

@@ -324,7 +324,7 @@ def test_the_backend_asks_for_the_compiler_only_when_it_builds(monkeypatch: pyte
 def test_the_native_part_needs_no_toolkit(tmp_path: Path):
     build.build_native(tmp_path / "early.so")
     library = native.load(str(tmp_path))
-    assert library is not None and native.early_times(library) is None
+    assert library is not None and native.early_times(library) == {}
     symbols = subprocess.run(
         ["nm", "-D", "--defined-only", tmp_path / "early.so"], capture_output=True, text=True, check=True
     )

@@ -1,6 +1,5 @@
 """What is begun before the interpreter, and taken over by it: the driver, the header, the copy of the model."""
 
-import os
 import random
 import subprocess
 import sys
@@ -96,7 +95,7 @@ def take_over(lib: Path, tmp_path: Path):
                 "LD_LIBRARY_PATH": str(tmp_path),
                 "FAKECUDA_REPORT": str(tmp_path / "report"),
                 **env,
-            },  # fmt: skip
+            },
             capture_output=True,
             text=True,
             timeout=60,

@@ -114,7 +114,7 @@ class NativeCopier(Copier):
 
 
 class EarlyCopier(NativeCopier):
-    """The reader threads that were started before the interpreter, already copying the file: see kernels/native/early.c.
+    """The reader threads that were started before the interpreter (kernels/native/early.c), already copying the file.
 
     What they have copied by the time they are given an order is not copied again.
     """
@@ -126,6 +126,7 @@ class EarlyCopier(NativeCopier):
         self._handle = handle
         self._device = None
         self._is_taken = False
+        self._base = 0
 
     def base(self) -> int:
         """Take over the threads, and the memory of the device at this address: the file's copy from its first byte on.

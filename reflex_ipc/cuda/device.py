@@ -1,7 +1,8 @@
 """A device: its context, what it is, its streams and events, and everything it has given out.
 
 `start_driver(index)` puts the driver's start into a thread, unless it is under way already, and returns at once;
-`.wait()` on what it returns gives the `Device`, current in the calling thread. Driver and context take 70 to 250 ms, during which the caller reads the file.
+`.wait()` on what it returns gives the `Device`, current in the calling thread. Driver and context take 70 to 250 ms,
+during which the caller reads the file.
 """
 
 import _thread
@@ -290,8 +291,8 @@ class Device:
 class Opening:
     """A device that is being opened. `wait()` gives it, or raises what went wrong.
 
-    Where the library was preloaded, the driver's start is under way in a thread of its own (kernels/native/early.c), and
-    the device is opened by whoever waits: a second thread of this interpreter would only take turns with the first.
+    Where the library was preloaded, the driver's start is under way in a thread of its own (kernels/native/early.c),
+    and the device is opened by whoever waits: a second thread of this interpreter would take turns with the first.
     """
 
     def __init__(self, index: int, library: str) -> None:
@@ -339,7 +340,7 @@ class Opening:
         return native.HeaderReader(self.native) if self.native is not None else None
 
     def early_upload(self, gguf: "GGUF") -> int | None:
-        """The handle of an upload of this file that was started before the interpreter; what else was started so is given
+        """The handle of an upload of this file that was started before the interpreter. Of another file: it is given
         back."""
         if not self.is_early or self.native is None:
             return None

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from reflex_ipc.cuda.graph import GraphExec
     from reflex_ipc.cuda.launch import Launch
     from reflex_ipc.cuda.memory import Memory
-    from reflex_ipc.gguf import GGUF, Tensor
+    from reflex_ipc.gguf import GGUF
     from reflex_ipc.plan import Plan
     from reflex_ipc.sampler import Sampled, Sampler
 

@@ -1,5 +1,5 @@
-"""The native part of the package, `lib/early.so`: what is begun before the interpreter, the upload's reader threads, and
-the walk over a vocabulary.
+"""The native part of the package, `lib/early.so`: what is begun before the interpreter, the upload's reader threads,
+and the walk over a vocabulary.
 
 It is built with the kernels. Without it everything works, later and slower.
 """
@@ -12,8 +12,9 @@ from reflex_ipc.cuda import LIB
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any
 
-_SIGNATURES = {
+_SIGNATURES: "dict[str, tuple[Any, tuple[Any, ...]]]" = {
     "reflex_early_times": (None, (ctypes.c_void_p,)),
     "reflex_early_device": (ctypes.c_int, ()),
     "reflex_early_header": (
@@ -64,8 +65,7 @@ def load(lib: str = LIB) -> ctypes.CDLL | None:
 
 
 def early_times(library: ctypes.CDLL) -> dict[str, float]:
-    """CLOCK_MONOTONIC seconds of the steps of the start before the interpreter; those not reached are left out, so it is
-    empty when the library was not preloaded."""
+    """CLOCK_MONOTONIC seconds of the steps before the interpreter, but for those not reached: none if not preloaded."""
     times = (ctypes.c_double * len(EARLY_STEPS))()
     library.reflex_early_times(times)
     return {step: time for step, time in zip(EARLY_STEPS, times, strict=True) if time}
@@ -85,7 +85,7 @@ class HeaderReader:
         ):
             return None
         self._at = at.value or 0
-        return memoryview((ctypes.c_char * length.value).from_address(self._at)).cast("B").toreadonly()
+        return memoryview((ctypes.c_ubyte * length.value).from_address(self._at)).cast("B").toreadonly()
 
     def string_lengths(
         self, buffer: bytes | memoryview, at: int, count: int, block: int
@@ -94,4 +94,5 @@ class HeaderReader:
         starts = (ctypes.c_uint64 * -(-count // block))()
         where = buffer if isinstance(buffer, bytes) else self._at
         end = self._c.reflex_string_lengths(where, len(buffer), at, count, block, lengths, starts)
-        return (end, lengths, starts) if end or not count else None
+        found: tuple[int, Sequence[int], Sequence[int]] = end, lengths, starts  # type: ignore[assignment]
+        return found if end or not count else None

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from reflex_ipc.cuda import native
+from reflex_ipc.cuda import LIB, native
 from reflex_ipc.cuda.device import Device
 from reflex_ipc.cuda.driver import LIBRARY, Driver, gib
-from reflex_ipc.cuda.launch import LIB, Kernels, choose, shipped
+from reflex_ipc.cuda.launch import Kernels, choose, shipped
 from reflex_ipc.cuda.upload import BUFFERS, CHUNK, THREADS
 from reflex_ipc.environment import usable_cpus
 from reflex_ipc.errors import CheckFailedError, ReflexError

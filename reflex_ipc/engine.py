@@ -86,13 +86,16 @@ class Token(NamedTuple):
 class Engine:
     """A model that answers. Use as a context manager, or call `close`."""
 
-    def __init__(self, gguf: GGUF, tokenizer: Tokenizer, plan: Plan, executor: Executor, backend: str) -> None:
+    _executor: Executor
+    backend: str
+
+    def __init__(self, gguf: GGUF, tokenizer: Tokenizer, plan: Plan, n_ctx: int) -> None:
+        """A model that can tokenise; `open` gives it its executor."""
         self.gguf = gguf
         self.tokenizer = tokenizer
         self.plan = plan
-        self.backend = backend
+        self.n_ctx = n_ctx
         self.timings: dict[str, float] = {}
-        self._executor = executor
         self._running: Generation | None = None
         self._template: ChatTemplate | None = None
         self._closed = False
@@ -108,34 +111,39 @@ class Engine:
         context: int | None = None,
         threads: int | None = None,
         progress: Progress | None = None,
+        meanwhile: Callable[["Engine"], object] | None = None,
     ) -> "Engine":
         """Open a model: the path of a GGUF file, or the name of an installed demo model.
 
         `backend` is "auto", "cuda" or "cpu", `device` the number of a CUDA device; "auto" uses the CPU where there is
         no usable device, and `why_cpu` says why. `context` is the tokens that prompt and answer may have together, the
-        model's own maximum by default. Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError,
-        ContextOverflowError.
+        model's own maximum by default. `meanwhile` is called once the file's header is read, with an engine that can
+        tokenise and nothing else yet, while the device still starts. Raises ModelFileError, UnsupportedModelError,
+        OutOfMemoryError, DeviceError, ContextOverflowError, and what `meanwhile` raises.
         """
         began = time.perf_counter()
         opening = _start_driver(backend, device)
         gguf: GGUF | None = None
         try:
-            gguf = GGUF.open(model_path(path) if isinstance(path, str) else path)
+            native = opening.header_reader() if opening is not None else None
+            gguf = GGUF.open(model_path(path) if isinstance(path, str) else path, native)
             tokenizer = Tokenizer.from_gguf(gguf)
             header = time.perf_counter()
             plan = archs.build(gguf)
             _check_vocabulary(gguf, tokenizer, plan)
             n_ctx = _context(gguf, plan, context)
+            engine = cls(gguf, tokenizer, plan, n_ctx)
             planned = time.perf_counter()
-            executor, name, why = _executor(gguf, plan, n_ctx, opening, backend, threads, progress)
+            if meanwhile is not None:
+                meanwhile(engine)
+            executor, engine.backend, engine.why_cpu = _executor(gguf, plan, n_ctx, opening, backend, threads, progress)
         except BaseException:
             if opening is not None:
                 opening.close()
             if gguf is not None:
                 gguf.close()
             raise
-        engine = cls(gguf, tokenizer, plan, executor, name)
-        engine.why_cpu = why
+        engine._executor = executor
         engine.timings = {
             "header_ms": (header - began) * 1e3,
             "plan_ms": (planned - header) * 1e3,
@@ -161,10 +169,6 @@ class Engine:
         self._closed = True
         self._executor.close()
         self.gguf.close()
-
-    @property
-    def n_ctx(self) -> int:
-        return self._executor.n_ctx
 
     @property
     def n_vocab(self) -> int:
@@ -247,7 +251,7 @@ class Engine:
         if sampling is not None and fields:
             raise InvalidRequestError(f"sampling was given, and {', '.join(fields)} besides; one or the other")
         sampling = sampling or Sampling(**fields)
-        ids = self._prompt(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self.prompt(prompt) if isinstance(prompt, str) else list(prompt)
         self._check(ids)
         if max_tokens < 0:
             raise InvalidRequestError(f"max_tokens is {max_tokens}; it cannot be negative", "max_tokens")
@@ -363,7 +367,7 @@ class Engine:
         """What a token adds to the text; a padding row of the output matrix, beyond the vocabulary, adds nothing."""
         return self.tokenizer.token_bytes(token) if token < self.tokenizer.n_vocab else b""
 
-    def _prompt(self, text: str) -> list[int]:
+    def prompt(self, text: str) -> list[int]:
         """The ids of a prompt; one that no tokens could make fit is refused before it is taken apart."""
         self.tokenizer.check_length(text, self.n_ctx)
         return self.tokenize(text)

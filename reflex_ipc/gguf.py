@@ -11,7 +11,7 @@ import mmap
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, overload
+from typing import Any, NoReturn, Protocol, overload
 
 from reflex_ipc.errors import ModelFileError, OutOfMemoryError
 from reflex_ipc.gguf_header import TYPES, GGMLType, Header, MoreNeeded, StringArray, Tensor, Value, describe, quoted
@@ -33,7 +33,7 @@ _MOST_LAYERS = 1 << 16  # of a model; a scalar is not spread over more
 class Shard:
     """One open file. `data_offset`: where its data section starts."""
 
-    __slots__ = ("_map", "data_offset", "fd", "path", "size")
+    __slots__ = ("_map", "data_offset", "fd", "path", "size", "status")
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -47,11 +47,11 @@ class Shard:
             what = "is a socket, not a file" if error.errno == errno.ENXIO else os.strerror(error.errno or 0).lower()
             raise ModelFileError(f"{path}: {what}") from None
         try:
-            status = os.fstat(self.fd)
+            self.status = os.fstat(self.fd)
             for is_kind, what in _NOT_FILES:
-                if is_kind(status.st_mode):
+                if is_kind(self.status.st_mode):
                     raise ModelFileError(f"{path}: {what}")
-            self.size = status.st_size
+            self.size = self.status.st_size
             if self.size == 0:
                 raise ModelFileError(f"{path}: the file is empty")
         except BaseException:
@@ -92,6 +92,19 @@ class Shard:
             self.fd = -1
 
 
+class Native(Protocol):
+    """What a compiled helper does for the reader, if there is one."""
+
+    def beginning(self, status: os.stat_result) -> memoryview | None:
+        """The first bytes of this file, if they have been read already."""
+
+    def string_lengths(
+        self, buffer: bytes | memoryview, at: int, count: int, block: int
+    ) -> tuple[int, Sequence[int], Sequence[int]] | None:
+        """Walk `count` strings from `at` in a buffer: where they end, the length of each, and where every `block`-th
+        one begins; None where the buffer does not hold them."""
+
+
 _REQUIRED: Any = object()
 _EXPECTED = {str: "a string", bool: "a bool", int: "an integer", float: "a number", StringArray: "an array of strings"}
 
@@ -103,12 +116,12 @@ class GGUF:
     `ModelFileError` that names the key. An integer may have any width in the file.
     """
 
-    __slots__ = ("alignment", "metadata", "path", "shards", "tensors", "version")
+    __slots__ = ("_native", "alignment", "metadata", "path", "shards", "tensors", "version")
 
     @classmethod
-    def open(cls, path: builtins.str | os.PathLike[builtins.str]) -> "GGUF":
+    def open(cls, path: builtins.str | os.PathLike[builtins.str], native: Native | None = None) -> "GGUF":
         """Open a file, or a set of shards by its first. Raises ModelFileError or UnsupportedModelError."""
-        self = cls(os.fsdecode(path))
+        self = cls(os.fsdecode(path), native)
         try:
             self._open()
         except BaseException:
@@ -116,8 +129,9 @@ class GGUF:
             raise
         return self
 
-    def __init__(self, path: builtins.str) -> None:
+    def __init__(self, path: builtins.str, native: Native | None = None) -> None:
         self.path = path
+        self._native = native
         self.version = self.alignment = 0
         self.shards: list[Shard] = []
         self.metadata: Mapping[builtins.str, Value] = {}
@@ -165,15 +179,17 @@ class GGUF:
 
     def _header(self, shard: Shard) -> Header:
         """Read, not mapped: a file that another process cuts under us is then too short, and not the end of us."""
-        want = _FIRST_READ
+        walk = self._native.string_lengths if self._native else None
+        start: bytes | memoryview | None = self._native.beginning(shard.status) if self._native else None
+        want = min(_FIRST_READ, shard.size)
         while True:
-            start = shard.read(min(want, shard.size))
+            start = start or shard.read(want)
             try:
-                return Header(start, shard.path, len(self.shards) - 1, shard.size)
+                return Header(start, shard.path, len(self.shards) - 1, shard.size, walk)
             except MoreNeeded:
-                if len(start) < min(want, shard.size):
+                if len(start) < want:
                     raise ModelFileError(f"{shard.path}: the file shrank while it was read") from None
-                want *= 4
+                start, want = None, min(4 * want, shard.size)
 
     def _add_rest(self, count: builtins.int) -> None:
         no = self.int("split.no")

@@ -29,6 +29,13 @@ def run(arguments: Namespace) -> int:
         if poll():
             raise DeadlineError(f"the deadline of {arguments.deadline} ms passed while the model was loading")
 
+    ids: list[int] = []
+
+    def tokenize(engine: Engine) -> None:
+        ids[:] = (
+            engine.prompt(prompt) if isinstance(prompt, str) else _chat(engine, prompt, template_arguments(arguments))
+        )
+
     with Engine.open(
         arguments.model,
         backend=arguments.backend,
@@ -36,12 +43,13 @@ def run(arguments: Namespace) -> int:
         device=arguments.device,
         threads=arguments.threads,
         progress=None if deadline is None else progress,
+        meanwhile=tokenize,
     ) as engine:
         say_why_cpu(engine)
         if arguments.verbose:
             say(f"{engine.gguf.path}: {engine.plan.arch}, {engine.plan.n_layer} layers, backend {engine.backend}")
         generation = engine.generate(
-            prompt if isinstance(prompt, str) else _chat(engine, prompt, template_arguments(arguments)),
+            ids,
             max_tokens=arguments.max_tokens,
             sampling=sampling,
             stop=stop,

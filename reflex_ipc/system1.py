@@ -39,6 +39,7 @@ def run(arguments: Namespace) -> int:
         device=arguments.device,
         context=arguments.context,
         threads=arguments.threads,
+        meanwhile=lambda engine: isinstance(prompt, str) and engine.tokenize(prompt),  # so that its pieces are known
     ) as engine:
         say_why_cpu(engine)
         if isinstance(prompt, str):

@@ -20,7 +20,7 @@ for line in open("/proc/self/maps"):
     if line.rstrip().endswith("early.so"):
         from ctypes import CDLL, c_double
         library = CDLL(line[line.index("/"):].rstrip())
-        early = (c_double * 3)()
+        early = (c_double * 5)()
         for _ in range(100):
             library.reflex_early_times(early)
             if early[2]: break
@@ -32,7 +32,7 @@ print(json.dumps({
     "arguments": sys.argv[1:], "isolated": sys.flags.isolated, "no_site": sys.flags.no_site,
     "file": os.path.realpath(__file__), "executable": sys.executable,
     "early": early, "preload": os.environ.get("LD_PRELOAD"),
-    "leaked": [name for name in ("REFLEX_EARLY", "LD_PRELOAD=") if name in child],
+    "leaked": [name for name in ("REFLEX_EARLY", "REFLEX_MODEL", "LD_PRELOAD=") if name in child],
 }))
 """
 
@@ -139,13 +139,13 @@ def test_what_the_user_preloads_stays(environment: Place, tmp_path: Path):
 def test_without_a_device_or_a_driver_nothing_happens(environment: Place, tmp_path: Path, early: Path):
     assert environment.run("run", CUDA_VISIBLE_DEVICES="")["early"] is None
     (environment.root / "driver" / "libcuda.so.1").unlink()
-    assert environment.run("run")["early"][1:] == [0, 0]
+    assert environment.run("run")["early"][1:3] == [0, 0]
     (environment.root / "nvidiactl").unlink()
     assert environment.run("run")["early"] is None
 
 
 def test_a_driver_that_fails_is_left_to_the_program(environment: Place):
-    assert environment.run("run", FAKECUDA_FAIL="cuInit:1:999")["early"][1:] == [0, 0]
+    assert environment.run("run", FAKECUDA_FAIL="cuInit:1:999")["early"][1:3] == [0, 0]
     said = environment.run("run", FAKECUDA_FAIL="cuDevicePrimaryCtxRetain:1:46")
     assert said["early"][1] > 0 and said["early"][2] == 0
 

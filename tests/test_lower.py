@@ -83,14 +83,16 @@ def test_values_that_live_at_once_lie_apart(fixtures: Path, name: str, how) -> N
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_weights_keep_the_files_alignment_and_order(fixtures: Path, name: str) -> None:
+def test_weights_lie_as_in_the_file(fixtures: Path, name: str) -> None:
     with GGUF.open(fixtures / "exact" / f"{name}-f16.gguf") as gguf:
         plan = archs.build(gguf)
         weights = Weights(gguf, plan)
     rooms = sorted((weights.place[t.name], t.nbytes) for t in plan.weights.values())
     assert all(at + size <= after for (at, size), (after, _) in pairwise(rooms))
-    assert rooms[-1][0] + rooms[-1][1] == weights.size
-    assert all(at % gguf.alignment == 0 for at, _ in rooms)
+    assert [at for at, _ in rooms] == sorted(t.offset for t in plan.weights.values())
+    assert weights.start <= rooms[0][0] < weights.start + 256 and rooms[-1][0] + rooms[-1][1] == weights.stop
+    assert weights.size == weights.stop - weights.start
+    assert all((at - weights.start) % gguf.alignment == 0 for at, _ in rooms)
     order = [weights.group[name] for name in plan.weights]
     assert order == sorted(order)
     assert [index for index, _ in weights.groups] == list(range(order[-1] + 1))

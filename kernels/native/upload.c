@@ -1,29 +1,32 @@
 /* A file to the device at the speed of the link, with no interpreter in the loop.
  *
- * Reader threads take chunks in execution order from a counter, read each into their own part of a ring of page-locked
+ * Reader threads take chunks in execution order, read each into their own part of a ring of page-locked
  * buffers, and queue its copy on their own stream. Before the context exists they touch the ring's pages, and on
- * request read ahead into the page cache; `reflex_upload_start` lets them go. When the last chunk of a group of tensors
+ * request read ahead into the page cache; `reflex_upload_start` lets them go. Who starts before the execution order is
+ * known begins with the file in its own order (reflex_upload_whole), of which nothing is copied twice later. When the last chunk of a group of tensors
  * (a layer) is queued, the group's event is recorded on a stream that waits for every reader's last copy, so one event
  * stands for the whole group.
  *
  * Files are read, never mapped: one that shrinks ends in an error, not in a signal. */
 #define _GNU_SOURCE
+#include "upload.h"
+
+#include <dlfcn.h>
 #include <errno.h>
 #include <pthread.h>
 #include <stdatomic.h>
-#include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
 
-#define EXPORT __attribute__((visibility("default")))
 enum { MAX_THREADS = 64, MAX_BUFFERS = 8, HUGE_PAGE = 2 << 20, PAGE = 4096 };
 enum state { PREPARING, RUNNING, CANCELLED };
-enum failure { NONE, READ_ERROR, FILE_ENDED, DRIVER_ERROR }; /* as upload.py knows them */
+enum failure { NONE, READ_ERROR, FILE_ENDED, DRIVER_ERROR }; /* as copiers.py knows them */
 enum answer { READY, NOT_YET, FAILED };
+enum cell { FREE, TAKEN, QUEUED };
 
-/* The driver's functions, in the order in which upload.py passes them. */
 struct driver {
     int (*set_current)(void *context);
     int (*host_register)(void *address, size_t size, unsigned flags);
@@ -38,13 +41,12 @@ struct driver {
     int (*event_synchronize)(void *event);
     int (*copy)(uint64_t to, const void *from, size_t size, void *stream);
 };
-
-/* A piece of a file. It belongs to the groups first..last, more than one where it crosses a border. */
-struct chunk {
-    int32_t fd;
-    uint32_t first, last, unused;
-    uint64_t offset, size, place; /* in the file; bytes; on the device, counted from the base */
+static const char *const driver_names[] = { /* as in struct driver */
+    "cuCtxSetCurrent",     "cuMemHostRegister_v2", "cuMemHostUnregister", "cuStreamCreate",
+    "cuStreamDestroy_v2",  "cuStreamSynchronize",  "cuStreamWaitEvent",   "cuEventCreate",
+    "cuEventDestroy_v2",   "cuEventRecord",        "cuEventSynchronize",  "cuMemcpyHtoDAsync_v2",
 };
+_Static_assert(sizeof driver_names == sizeof(struct driver), "a name for every function");
 
 struct reader {
     struct upload *upload;
@@ -61,30 +63,32 @@ struct upload {
     char *ring, *mapping;
     size_t mapping_size, chunk_size;
     int threads, buffers;
-    const struct chunk *chunks;
-    size_t count;
     uint64_t base;
-    unsigned groups, *remaining; /* chunks of a group that are not queued yet; under the lock */
-    void **events;               /* one a group */
-    atomic_size_t next, ahead;   /* the next chunk to copy, to read ahead */
     atomic_uint_fast64_t queued; /* bytes */
-    atomic_int state, stop, reading_ahead;
-    int finished; /* readers; under the lock, as all below */
-    enum failure failure;
-    int code;
-    size_t failed_chunk;
-    const char *attempt;
+    atomic_int state, stop;
     pthread_mutex_t lock;
     pthread_cond_t changed;
+    /* Under the lock, all below. */
+    const struct chunk *chunks; /* `order`, or before it is known `whole` */
+    size_t count, next, ahead; /* chunks; the next one to copy, to read ahead */
+    int reading_ahead, finished; /* readers that are */
+    unsigned groups, *remaining; /* chunks of a group that are not queued yet */
+    void **events;               /* one a group, once reflex_upload_events was called */
+    struct chunk *order, *whole; /* in execution order; the file in its own order, a chunk a cell */
+    unsigned char *cells;        /* an enum cell for each of those */
+    enum failure failure;
+    int code;
+    struct chunk failed;
+    const char *attempt;
     struct reader readers[MAX_THREADS];
 };
 
-static void fail(struct upload *u, enum failure failure, int code, size_t chunk, const char *attempt) {
+static void fail(struct upload *u, enum failure failure, int code, const struct chunk *c, const char *attempt) {
     pthread_mutex_lock(&u->lock);
     if (u->failure == NONE) {
         u->failure = failure;
         u->code = code;
-        u->failed_chunk = chunk;
+        if (c) u->failed = *c;
         u->attempt = attempt;
     }
     u->stop = 1;
@@ -118,60 +122,90 @@ static int record_group(struct upload *u, unsigned group) {
     return u->cu.event_record(u->events[group], u->joined);
 }
 
-static int mark_queued(struct upload *u, struct reader *r, const struct chunk *c, void *event) {
-    int code = 0, complete = 0;
-    pthread_mutex_lock(&u->lock);
-    r->newest = event;
-    for (unsigned group = c->first; group <= c->last && !code; group++) {
-        if (u->remaining[group] == 1) {
-            code = record_group(u, group);
-            complete = 1;
+/* One chunk of the order is queued. Called with the lock held. */
+static int count_down(struct upload *u, const struct chunk *c) {
+    for (unsigned group = c->first; group <= c->last; group++) {
+        if (u->remaining[group] == 1 && u->events) {
+            int code = record_group(u, group);
+            if (code) return code;
+            pthread_cond_broadcast(&u->changed);
         }
         /* Counted down only now: who waits for zero may rely on the event. */
-        if (!code) u->remaining[group]--;
+        u->remaining[group]--;
     }
-    if (complete) pthread_cond_broadcast(&u->changed);
+    return 0;
+}
+
+static size_t cell_of(const struct upload *u, const struct chunk *c) { return c->offset / u->chunk_size; }
+
+static int is_whole(const struct upload *u, const struct chunk *c) {
+    return u->whole && c >= u->whole && c <= u->whole + cell_of(u, c);
+}
+
+static int mark_queued(struct upload *u, struct reader *r, const struct chunk *c, void *event) {
+    int code = 0;
+    pthread_mutex_lock(&u->lock);
+    r->newest = event;
+    if (!is_whole(u, c)) {
+        code = count_down(u, c);
+    } else {
+        size_t cell = cell_of(u, c);
+        u->cells[cell] = QUEUED;
+        for (size_t i = 0; u->chunks != u->whole && i < u->count && !code; i++)
+            if (cell_of(u, &u->chunks[i]) == cell) code = count_down(u, &u->chunks[i]);
+    }
     pthread_mutex_unlock(&u->lock);
     return code;
+}
+
+/* The next chunk to copy, or NULL. What a whole cell already brings is not copied again. */
+static const struct chunk *claim(struct upload *u) {
+    const struct chunk *found = NULL;
+    pthread_mutex_lock(&u->lock);
+    while (!found && u->next < u->count) {
+        const struct chunk *c = &u->chunks[u->next++];
+        unsigned char *cell = u->cells ? &u->cells[cell_of(u, c)] : NULL;
+        if (cell && *cell != FREE) continue;
+        if (u->chunks == u->whole) *cell = TAKEN;
+        found = c;
+    }
+    pthread_mutex_unlock(&u->lock);
+    return found;
 }
 
 static void copy_chunks(struct upload *u, struct reader *r) {
     const struct driver *cu = &u->cu;
     int code = cu->set_current(u->context);
-    if (code) return fail(u, DRIVER_ERROR, code, 0, "making the device current");
+    if (code) return fail(u, DRIVER_ERROR, code, NULL, "making the device current");
     code = cu->host_register(r->buffers, u->chunk_size * (size_t)u->buffers, 0);
-    if (code) return fail(u, DRIVER_ERROR, code, 0, "page-locking the upload's buffers");
+    if (code) return fail(u, DRIVER_ERROR, code, NULL, "page-locking the upload's buffers");
     r->registered = 1;
     const unsigned non_blocking = 1, no_timing = 2;
     code = cu->stream_create(&r->stream, non_blocking);
     for (int b = 0; b < u->buffers && !code; b++) code = cu->event_create(&r->events[b], no_timing);
-    if (code) return fail(u, DRIVER_ERROR, code, 0, "creating the upload's streams and events");
+    if (code) return fail(u, DRIVER_ERROR, code, NULL, "creating the upload's streams and events");
     for (size_t turn = 0; !u->stop; turn++) {
-        size_t i = atomic_fetch_add(&u->next, 1);
-        if (i >= u->count) return;
-        const struct chunk *c = &u->chunks[i];
+        const struct chunk *c = claim(u);
+        if (!c) return;
         int b = (int)(turn % (size_t)u->buffers);
         char *buffer = r->buffers + (size_t)b * u->chunk_size;
         if (turn >= (size_t)u->buffers && (code = cu->event_synchronize(r->events[b])))
-            return fail(u, DRIVER_ERROR, code, i, "waiting for a copy to the device");
+            return fail(u, DRIVER_ERROR, code, c, "waiting for a copy to the device");
         int failure = read_chunk(u, c, buffer);
-        if (failure) return fail(u, failure, errno, i, "reading the file");
+        if (failure) return fail(u, failure, errno, c, "reading the file");
         if (u->stop) return;
         if ((code = cu->copy(u->base + c->place, buffer, c->size, r->stream)) ||
             (code = cu->event_record(r->events[b], r->stream)))
-            return fail(u, DRIVER_ERROR, code, i, "copying to the device");
+            return fail(u, DRIVER_ERROR, code, c, "copying to the device");
         atomic_fetch_add(&u->queued, c->size);
         if ((code = mark_queued(u, r, c, r->events[b])))
-            return fail(u, DRIVER_ERROR, code, i, "recording a layer's event");
+            return fail(u, DRIVER_ERROR, code, c, "recording a layer's event");
     }
 }
 
-/* Read what is not in the page cache yet while there is nothing else to do. Errors are left to the copy. */
-static void read_ahead(struct upload *u, struct reader *r) {
-    while (u->state == PREPARING && u->reading_ahead) {
-        size_t i = atomic_fetch_add(&u->ahead, 1);
-        if (i >= u->count || read_chunk(u, &u->chunks[i], r->buffers)) return;
-    }
+/* The next chunk to read ahead, or NULL when there is nothing to do but to wait. Called with the lock held. */
+static const struct chunk *claim_ahead(struct upload *u) {
+    return u->reading_ahead && u->ahead < u->count ? &u->chunks[u->ahead++] : NULL;
 }
 
 static void *reader(void *argument) {
@@ -181,26 +215,25 @@ static void *reader(void *argument) {
     for (size_t at = 0; at < size && u->state != CANCELLED; at += PAGE) r->buffers[at] = 0;
     pthread_mutex_lock(&u->lock);
     while (u->state == PREPARING) {
-        if (u->reading_ahead && u->ahead < u->count) {
+        const struct chunk *c = claim_ahead(u);
+        if (c) { /* into the page cache; errors are left to the copy */
             pthread_mutex_unlock(&u->lock);
-            read_ahead(u, r);
+            read_chunk(u, c, r->buffers);
             pthread_mutex_lock(&u->lock);
         } else {
             pthread_cond_wait(&u->changed, &u->lock);
         }
     }
     pthread_mutex_unlock(&u->lock);
-    if (u->state == RUNNING && u->next < u->count) copy_chunks(u, r);
+    if (u->state == RUNNING) copy_chunks(u, r);
     int code = r->stream ? u->cu.stream_synchronize(r->stream) : 0;
-    if (code) fail(u, DRIVER_ERROR, code, 0, "waiting for the copies to the device");
+    if (code) fail(u, DRIVER_ERROR, code, NULL, "waiting for the copies to the device");
     pthread_mutex_lock(&u->lock);
     u->finished++;
     pthread_cond_broadcast(&u->changed);
     pthread_mutex_unlock(&u->lock);
     return NULL;
 }
-
-EXPORT void reflex_upload_free(struct upload *u);
 
 /* A ring of threads x buffers chunks; the threads start to touch its pages. NULL without memory or threads. */
 EXPORT struct upload *reflex_upload_new(int threads, int buffers, size_t chunk_size) {
@@ -237,42 +270,95 @@ EXPORT struct upload *reflex_upload_new(int threads, int buffers, size_t chunk_s
     return u;
 }
 
-/* What is to be copied, and whether to read it ahead. `chunks` must stay until the upload is freed. */
-EXPORT void reflex_upload_order(struct upload *u, const struct chunk *chunks, size_t count, int read_it_ahead) {
+/* The whole file, in its own order and at its own offsets, until somebody knows a better order. 0 without memory. */
+int reflex_upload_whole(struct upload *u, int fd, uint64_t size, int read_it_ahead) {
+    size_t count = (size_t)((size + u->chunk_size - 1) / u->chunk_size);
+    struct chunk *whole = calloc(count + 1, sizeof *whole);
+    unsigned char *cells = calloc(count + 1, 1);
+    if (!whole || !cells) {
+        free(whole);
+        free(cells);
+        return 0;
+    }
+    for (size_t i = 0; i < count; i++) {
+        uint64_t at = i * u->chunk_size, left = size - at;
+        whole[i] = (struct chunk){.fd = fd, .offset = at, .place = at, .size = left < u->chunk_size ? left : u->chunk_size};
+    }
     pthread_mutex_lock(&u->lock);
-    u->chunks = chunks;
+    u->chunks = u->whole = whole;
+    u->cells = cells;
     u->count = count;
+    u->reading_ahead = read_it_ahead;
+    pthread_cond_broadcast(&u->changed);
+    pthread_mutex_unlock(&u->lock);
+    return 1;
+}
+
+/* What is to be copied, in `groups` groups, and whether to read it ahead.
+ * After reflex_upload_whole they are of that file, at its own offsets, and no chunk crosses a border of its cells. */
+EXPORT void reflex_upload_order(struct upload *u, const struct chunk *order, size_t count, unsigned groups,
+                                int read_it_ahead) {
+    unsigned *remaining = calloc(groups + 1, sizeof *remaining);
+    struct chunk *chunks = calloc(count + 1, sizeof *chunks);
+    if (!remaining || !chunks) {
+        free(remaining);
+        free(chunks);
+        return fail(u, READ_ERROR, ENOMEM, NULL, "preparing the upload");
+    }
+    memcpy(chunks, order, count * sizeof *chunks);
+    pthread_mutex_lock(&u->lock);
+    for (size_t i = 0; i < count; i++) {
+        if (u->cells && u->cells[cell_of(u, &chunks[i])] == QUEUED) continue;
+        for (unsigned g = chunks[i].first; g <= chunks[i].last; g++) remaining[g]++;
+    }
+    u->remaining = remaining;
+    u->groups = groups;
+    u->chunks = u->order = chunks;
+    u->count = count;
+    u->next = u->ahead = 0;
     u->reading_ahead = read_it_ahead;
     pthread_cond_broadcast(&u->changed);
     pthread_mutex_unlock(&u->lock);
 }
 
+static int load_driver(struct upload *u, const char *library) {
+    const int not_found = 500; /* CUDA_ERROR_NOT_FOUND */
+    void *handle = dlopen(library, RTLD_NOW), *found[sizeof driver_names / sizeof *driver_names] = {0};
+    for (size_t i = 0; handle && i < sizeof found / sizeof *found; i++)
+        if (!(found[i] = dlsym(handle, driver_names[i]))) return not_found;
+    memcpy(&u->cu, found, sizeof found);
+    return handle ? 0 : not_found;
+}
+
 /* Begin copying to `base` in `context`, which is current in the calling thread. A failure shows in the waits. */
-EXPORT void reflex_upload_start(struct upload *u, const struct driver *cu, void *context, uint64_t base,
-                                unsigned groups) {
-    const unsigned non_blocking = 1, no_timing = 2;
-    int code = 0;
-    u->cu = *cu;
+EXPORT void reflex_upload_start(struct upload *u, const char *library, void *context, uint64_t base) {
+    const unsigned non_blocking = 1;
+    int code = load_driver(u, library);
     u->context = context;
     u->base = base;
-    u->remaining = calloc(groups + 1, sizeof *u->remaining);
-    u->events = calloc(groups + 1, sizeof *u->events);
-    if (!u->remaining || !u->events) {
-        fail(u, READ_ERROR, ENOMEM, 0, "preparing the upload");
-    } else {
-        u->groups = groups;
-        for (size_t i = 0; i < u->count; i++)
-            for (unsigned g = u->chunks[i].first; g <= u->chunks[i].last; g++) u->remaining[g]++;
-        code = cu->stream_create(&u->joined, non_blocking);
-        for (unsigned g = 0; g < groups && !code; g++) code = cu->event_create(&u->events[g], no_timing);
-        for (unsigned g = 0; g < groups && !code; g++)
-            if (!u->remaining[g]) code = cu->event_record(u->events[g], u->joined); /* a group without tensors */
-        if (code) fail(u, DRIVER_ERROR, code, 0, "creating the upload's events");
-    }
+    if (code)
+        fail(u, DRIVER_ERROR, code, NULL, "looking up the driver's functions");
+    else if ((code = u->cu.stream_create(&u->joined, non_blocking)))
+        fail(u, DRIVER_ERROR, code, NULL, "creating the upload's stream");
     pthread_mutex_lock(&u->lock);
-    u->state = code || u->failure ? CANCELLED : RUNNING;
+    u->state = u->failure ? CANCELLED : RUNNING;
     pthread_cond_broadcast(&u->changed);
     pthread_mutex_unlock(&u->lock);
+}
+
+/* An event for every group, in the context that is current in the calling thread; after order and start. */
+EXPORT void reflex_upload_events(struct upload *u) {
+    const unsigned no_timing = 2;
+    int code = 0;
+    void **events = calloc(u->groups + 1, sizeof *events);
+    if (!events) return fail(u, READ_ERROR, ENOMEM, NULL, "preparing the upload");
+    for (unsigned g = 0; g < u->groups && !code; g++) code = u->cu.event_create(&events[g], no_timing);
+    pthread_mutex_lock(&u->lock);
+    u->events = events;
+    for (unsigned g = 0; g < u->groups && !code && u->joined; g++)
+        if (!u->remaining[g]) code = record_group(u, g); /* there already, or without tensors */
+    pthread_mutex_unlock(&u->lock);
+    if (code) fail(u, DRIVER_ERROR, code, NULL, "creating the upload's events");
 }
 
 /* Wait with the lock held until something changes; 0 after `deadline`. */
@@ -300,7 +386,7 @@ EXPORT int reflex_upload_wait(struct upload *u, unsigned group, int milliseconds
     do {
         if (u->failure)
             answer = FAILED;
-        else if (u->remaining[group] == 0)
+        else if (u->events && u->remaining[group] == 0)
             answer = READY;
     } while (answer == NOT_YET && wait_until(u, &deadline));
     pthread_mutex_unlock(&u->lock);
@@ -324,9 +410,9 @@ EXPORT void *reflex_upload_event(struct upload *u, unsigned group) { return u->e
 EXPORT uint64_t reflex_upload_queued(struct upload *u) { return u->queued; }
 
 /* What went wrong first, once a wait has answered FAILED. */
-EXPORT int reflex_upload_failure(struct upload *u, int *code, size_t *chunk, const char **attempt) {
+EXPORT int reflex_upload_failure(struct upload *u, int *code, struct chunk *chunk, const char **attempt) {
     *code = u->code;
-    *chunk = u->failed_chunk;
+    *chunk = u->failed;
     *attempt = u->attempt;
     return u->failure;
 }
@@ -346,7 +432,7 @@ EXPORT void reflex_upload_free(struct upload *u) {
         if (r->stream) u->cu.stream_destroy(r->stream);
         if (r->registered) u->cu.host_unregister(r->buffers);
     }
-    for (unsigned g = 0; g < u->groups; g++)
+    for (unsigned g = 0; u->events && g < u->groups; g++)
         if (u->events[g]) u->cu.event_destroy(u->events[g]);
     if (u->joined) {
         u->cu.stream_synchronize(u->joined);
@@ -355,6 +441,10 @@ EXPORT void reflex_upload_free(struct upload *u) {
     munmap(u->mapping, u->mapping_size);
     pthread_cond_destroy(&u->changed);
     pthread_mutex_destroy(&u->lock);
+    if (u->whole) close(u->whole->fd);
+    free(u->order);
+    free(u->whole);
+    free(u->cells);
     free(u->remaining);
     free(u->events);
     free(u);

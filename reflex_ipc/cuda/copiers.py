@@ -21,22 +21,7 @@ Chunk = tuple[int, int, int, int, int, int]
 
 _READ_ERROR, _FILE_ENDED, _DRIVER_ERROR = 1, 2, 3  # enum failure of upload.c
 _READY, _NOT_YET, _FAILED = 0, 1, 2  # enum answer
-
-_DRIVER_FUNCTIONS = (
-    "cuCtxSetCurrent",
-    "cuMemHostRegister_v2",
-    "cuMemHostUnregister",
-    "cuStreamCreate",
-    "cuStreamDestroy_v2",
-    "cuStreamSynchronize",
-    "cuStreamWaitEvent",
-    "cuEventCreate",
-    "cuEventDestroy_v2",
-    "cuEventRecord",
-    "cuEventSynchronize",
-    "cuMemcpyHtoDAsync_v2",
-)
-"""struct driver of upload.c, in its order."""
+_CHUNK = struct.Struct("<iIIxxxxQQQ")  # struct chunk of upload.h
 
 
 class Copier:
@@ -45,11 +30,11 @@ class Copier:
     chunk: int
     """Bytes a chunk has at most."""
 
-    def order(self, chunks: "Sequence[Chunk]", read_ahead: bool) -> None:
-        """Take the chunks; with `read_ahead`, start to read them into the page cache."""
+    def order(self, chunks: "Sequence[Chunk]", groups: int, read_ahead: bool) -> None:
+        """Take the chunks of so many groups; with `read_ahead`, start to read them into the page cache."""
         raise NotImplementedError
 
-    def start(self, device: "Device", base: int, groups: int) -> None:
+    def start(self, device: "Device", base: int) -> None:
         """Begin to copy to `base`."""
         raise NotImplementedError
 
@@ -81,24 +66,20 @@ class NativeCopier(Copier):
     def __init__(self, library: ctypes.CDLL, threads: int, buffers: int, chunk: int) -> None:
         self._c = library
         self.chunk = chunk
-        self._shape = {"threads": threads, "buffers": buffers, "chunk": chunk}
+        self._shape = {"way": "native", "threads": threads, "buffers": buffers, "chunk": chunk}
         self._handle = library.reflex_upload_new(threads, buffers, chunk)
         if not self._handle:
             raise OutOfMemoryError(f"no memory or threads for {threads} x {buffers} buffers of {chunk} bytes")
         self._device: Device | None = None
-        self._chunks: Sequence[Chunk] = ()
 
-    def order(self, chunks: "Sequence[Chunk]", read_ahead: bool) -> None:
-        pack = struct.Struct("<iIIxxxxQQQ").pack
-        self._chunks = chunks
-        self._packed = ctypes.create_string_buffer(b"".join([pack(*chunk) for chunk in chunks]))  # C reads it in place
-        self._c.reflex_upload_order(self._handle, self._packed, len(chunks), read_ahead)
+    def order(self, chunks: "Sequence[Chunk]", groups: int, read_ahead: bool) -> None:
+        packed = b"".join([_CHUNK.pack(*chunk) for chunk in chunks])
+        self._c.reflex_upload_order(self._handle, packed, len(chunks), groups, read_ahead)
 
-    def start(self, device: "Device", base: int, groups: int) -> None:
+    def start(self, device: "Device", base: int) -> None:
         self._device = device
-        functions = [ctypes.cast(getattr(device.cu, name), ctypes.c_void_p) for name in _DRIVER_FUNCTIONS]
-        table = (ctypes.c_void_p * len(functions))(*functions)
-        self._c.reflex_upload_start(self._handle, table, device.context, base, groups)
+        self._c.reflex_upload_start(self._handle, device.cu.path.encode(), device.context, base)
+        self._c.reflex_upload_events(self._handle)
 
     def event(self, group: int, milliseconds: int) -> int | None:
         answer = self._c.reflex_upload_wait(self._handle, group, milliseconds)
@@ -113,25 +94,59 @@ class NativeCopier(Copier):
         return bool(answer == _READY)
 
     def _fail(self) -> None:
-        code, chunk, attempt = ctypes.c_int(), ctypes.c_size_t(), ctypes.c_char_p()
-        failure = self._c.reflex_upload_failure(
-            self._handle, ctypes.byref(code), ctypes.byref(chunk), ctypes.byref(attempt)
-        )
+        code, attempt, chunk = ctypes.c_int(), ctypes.c_char_p(), ctypes.create_string_buffer(_CHUNK.size)
+        failure = self._c.reflex_upload_failure(self._handle, ctypes.byref(code), chunk, ctypes.byref(attempt))
         if failure == _DRIVER_ERROR:
             assert self._device is not None
             self._device.cu.fail(code.value, (attempt.value or b"").decode())
-        raise read_failure(self._chunks[chunk.value], code.value if failure == _READ_ERROR else 0)
+        raise read_failure(_CHUNK.unpack(chunk.raw), code.value if failure == _READ_ERROR else 0)
 
     @property
     def queued(self) -> int:
         return int(self._c.reflex_upload_queued(self._handle))
 
     def description(self) -> dict[str, object]:
-        return {"way": "native", **self._shape}
+        return self._shape
 
     def free(self) -> None:
         self._c.reflex_upload_free(self._handle)
         self._handle = None
+
+
+class EarlyCopier(NativeCopier):
+    """The reader threads that were started before the interpreter (kernels/native/early.c), already copying the file.
+
+    What they have copied by the time they are given an order is not copied again.
+    """
+
+    def __init__(self, library: ctypes.CDLL, handle: int, chunk: int) -> None:
+        self._c = library
+        self.chunk = chunk
+        self._shape = {"way": "early", "chunk": chunk}
+        self._handle = handle
+        self._device = None
+        self._is_taken = False
+        self._base = 0
+
+    def base(self) -> int:
+        """Take over the threads, and the memory of the device at this address: the file's copy from its first byte on.
+        0 where they were not started, because there was no room; waits until that is known."""
+        self._is_taken = True
+        self._base = int(self._c.reflex_early_base())
+        return self._base
+
+    def start(self, device: "Device", base: int) -> None:
+        if self._base:
+            self._device = device
+            self._c.reflex_upload_events(self._handle)
+        else:
+            super().start(device, base)
+
+    def free(self) -> None:
+        if self._is_taken:
+            super().free()
+        else:
+            self._c.reflex_early_drop()
 
 
 class MappedCopier(Copier):
@@ -147,6 +162,7 @@ class MappedCopier(Copier):
         from threading import Condition
 
         self._chunks: Sequence[Chunk] = ()
+        self._groups = 0
         self._device: Device
         self._base = 0
         self._stop = False
@@ -161,8 +177,8 @@ class MappedCopier(Copier):
         self._stream: Stream
         self._changed = Condition()
 
-    def order(self, chunks: "Sequence[Chunk]", read_ahead: bool) -> None:
-        self._chunks = chunks
+    def order(self, chunks: "Sequence[Chunk]", groups: int, read_ahead: bool) -> None:
+        self._chunks, self._groups = chunks, groups
         if read_ahead:
             _thread.start_new_thread(self._read_ahead, ())
 
@@ -177,10 +193,10 @@ class MappedCopier(Copier):
                 except OSError:  # the copy will say so
                     return
 
-    def start(self, device: "Device", base: int, groups: int) -> None:
+    def start(self, device: "Device", base: int) -> None:
         self._device, self._base = device, base
         self._stream = device.stream()
-        self._events = [device.event() for _ in range(groups)]
+        self._events = [device.event() for _ in range(self._groups)]
         self._running = True
         _thread.start_new_thread(self._run, ())
 

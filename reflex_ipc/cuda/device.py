@@ -1,7 +1,8 @@
 """A device: its context, what it is, its streams and events, and everything it has given out.
 
-`start_driver(index)` puts the driver's start into a thread and returns at once; `.wait()` on what it returns gives the
-`Device`, current in the calling thread. Driver and context take 70 to 250 ms, during which the caller reads the file.
+`start_driver(index)` puts the driver's start into a thread, unless it is under way already, and returns at once;
+`.wait()` on what it returns gives the `Device`, current in the calling thread. Driver and context take 70 to 250 ms,
+during which the caller reads the file.
 """
 
 import _thread
@@ -9,6 +10,7 @@ import atexit
 import ctypes
 import time
 
+from reflex_ipc.cuda import native
 from reflex_ipc.cuda.driver import DEVICE_UNAVAILABLE, LIBRARY, NOT_READY, Driver, NoDeviceError, gib
 from reflex_ipc.cuda.graph import Capture
 from reflex_ipc.cuda.memory import Arena, GrowingBuffer, Memory, Pinned, Resource
@@ -17,6 +19,8 @@ from reflex_ipc.errors import DeviceError, ReflexError
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import TracebackType
+
+    from reflex_ipc.gguf import GGUF
 
 OLDEST = (7, 5)
 """The oldest compute capability that kernels are compiled for."""
@@ -285,20 +289,28 @@ class Device:
 
 
 class Opening:
-    """A device that a thread is opening. `wait()` gives it, or raises what went wrong."""
+    """A device that is being opened. `wait()` gives it, or raises what went wrong.
+
+    Where the library was preloaded, the driver's start is under way in a thread of its own (kernels/native/early.c),
+    and the device is opened by whoever waits: a second thread of this interpreter would take turns with the first.
+    """
 
     def __init__(self, index: int, library: str) -> None:
+        self.native = native.load()
+        self.is_early = self.native is not None and self.native.reflex_early_device() == index
+        self._index, self._library = index, library
         self._device: Device | None = None
         self._error: BaseException | None = None
         self._done = _thread.allocate_lock()
-        self._done.acquire()
-        # The driver's own exit handlers must not run while it is still starting.
-        atexit.register(self._settle)
-        _thread.start_new_thread(self._open, (index, library))
+        if not self.is_early:
+            self._done.acquire()
+            # The driver's own exit handlers must not run while it is still starting.
+            atexit.register(self._settle)
+            _thread.start_new_thread(self._open, ())
 
-    def _open(self, index: int, library: str) -> None:
+    def _open(self) -> None:
         try:
-            self._device = Device(index, Driver(library))
+            self._device = Device(self._index, Driver(self._library))
         except BaseException as error:  # also a KeyboardInterrupt belongs to whoever waits
             self._error = error
         finally:
@@ -310,6 +322,9 @@ class Opening:
 
     def wait(self) -> Device:
         """The device, current in the calling thread. Raises as `Device` does; may be called again."""
+        if self.is_early and self._device is None and self._error is None:
+            self._done.acquire()
+            self._open()
         with self._done:
             if self._error is None and self._device is not None:
                 try:
@@ -320,10 +335,28 @@ class Opening:
                     self._close()
             raise self._error or DeviceError("the device was not opened")
 
+    def header_reader(self) -> "native.HeaderReader | None":
+        """What the reader of the model's file leaves to the native part."""
+        return native.HeaderReader(self.native) if self.native is not None else None
+
+    def early_upload(self, gguf: "GGUF") -> int | None:
+        """The handle of an upload of this file that was started before the interpreter. Of another file: it is given
+        back."""
+        if not self.is_early or self.native is None:
+            return None
+        reader = native.HeaderReader(self.native)
+        if len(gguf.shards) == 1 and reader.beginning(gguf.shards[0].status) is not None:
+            handle: int | None = self.native.reflex_early_upload()
+            return handle
+        self.native.reflex_early_drop()
+        return None
+
     def close(self) -> None:
         """Wait for the thread and give back what it opened: for whoever fails before `wait`."""
         with self._done:
             self._close()
+        if self.is_early and self.native is not None:
+            self.native.reflex_early_drop()
 
     def _close(self) -> None:
         if self._device is not None:
@@ -334,7 +367,7 @@ class Opening:
 
 
 def start_driver(index: int = 0, library: str = LIBRARY) -> Opening:
-    """Start the driver and open device `index` in a thread. Returns at once and never raises."""
+    """Start the driver and open device `index`, in a thread or where that was begun. Returns at once, never raises."""
     return Opening(index, library)
 
 

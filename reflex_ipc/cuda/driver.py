@@ -231,6 +231,7 @@ class Driver:
     """
 
     def __init__(self, library: str = LIBRARY) -> None:
+        self.path = library
         try:
             self.library = ctypes.CDLL(library)
         except OSError as error:

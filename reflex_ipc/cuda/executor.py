@@ -16,10 +16,10 @@ from reflex_ipc.cuda.driver import gib
 from reflex_ipc.cuda.fuse import alone, fused
 from reflex_ipc.cuda.launch import Kernels
 from reflex_ipc.cuda.lower import Lowering
-from reflex_ipc.cuda.memory import aligned
+from reflex_ipc.cuda.memory import ALIGNMENT, aligned
 from reflex_ipc.cuda.places import PAGE, CacheLayout, Places, Shape
 from reflex_ipc.cuda.sampling import CONTROL, Sampling
-from reflex_ipc.cuda.upload import PADDING, Upload
+from reflex_ipc.cuda.upload import Upload
 from reflex_ipc.errors import OutOfMemoryError, ReflexError
 from reflex_ipc.plan import LARGEST_STEP, PARENT_NONE, Step
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from reflex_ipc.cuda.graph import GraphExec
     from reflex_ipc.cuda.launch import Launch
     from reflex_ipc.cuda.memory import Memory
-    from reflex_ipc.gguf import GGUF, Tensor
+    from reflex_ipc.gguf import GGUF
     from reflex_ipc.plan import Plan
     from reflex_ipc.sampler import Sampled, Sampler
 
@@ -53,28 +53,31 @@ SHAPES = 8
 
 
 class Weights:
-    """Where each tensor lies: the file's own bytes in the file's own order, without what nothing reads."""
+    """Where each tensor lies: in a copy of the file from its first byte on, or of each shard behind the other. What no
+    tensor of the plan needs at the beginning and the end is left out: bytes `start` to `stop` are what there is."""
 
     def __init__(self, gguf: "GGUF", plan: "Plan") -> None:
         self.place: dict[str, int] = {}
         self.group: dict[str, int] = {}
-        at = 0
-        before: Tensor | None = None
-        for tensor in sorted(plan.weights.values(), key=lambda t: (t.shard, t.offset)):
-            gap = tensor.offset - before.offset - before.nbytes if before and before.shard == tensor.shard else -1
-            at = at + gap if 0 <= gap <= PADDING else aligned(at) + tensor.offset % gguf.alignment
-            self.place[tensor.name] = at
-            at += tensor.nbytes
-            before = tensor
-        self.size = at
         self.groups: list[tuple[int, list[tuple[int, int, int, int]]]] = []
+        shard_at = [0]
+        for shard in gguf.shards:
+            shard_at.append(aligned(shard_at[-1] + shard.size))
         scope = None
         for name, tensor in plan.weights.items():
             if scope != (scope := _scope(name)) or not self.groups:
                 self.groups.append((len(self.groups), []))
             self.group[name] = len(self.groups) - 1
-            piece = gguf.shards[tensor.shard].fd, tensor.offset, tensor.nbytes, self.place[name]
-            self.groups[-1][1].append(piece)
+            self.place[name] = place = shard_at[tensor.shard] + tensor.offset
+            self.groups[-1][1].append((gguf.shards[tensor.shard].fd, tensor.offset, tensor.nbytes, place))
+        pieces = [piece for _, group in self.groups for piece in group]
+        self.start = min(place for *_, place in pieces) // ALIGNMENT * ALIGNMENT
+        self.stop = max(place + size for *_, size, place in pieces)
+
+    @property
+    def size(self) -> int:
+        """Bytes on the device."""
+        return self.stop - self.start
 
 
 def _scope(name: str) -> str:
@@ -116,7 +119,7 @@ class CudaExecutor:
             lower.check(plan)
             opening = opening or start_driver(index)
             weights = Weights(gguf, plan)
-            upload = Upload(weights.size)
+            upload = Upload(weights.size, early=opening.early_upload(gguf))
             upload.order(weights.groups)
             groups = fused(plan) if fuse else alone(plan)
             columns = Columns(groups, plan.logits.name)
@@ -135,9 +138,13 @@ class CudaExecutor:
     ) -> None:
         plan = self.plan
         self._layout = CacheLayout(plan)
-        self._check_memory(device, gguf, weights.size, columns)
         self._weights = weights
-        base = device.allocate(weights.size, "weights").address
+        memory = upload.early_copy(device, gguf.shards[0].size)
+        self._check_memory(device, gguf, weights.size, columns, memory)
+        if memory is not None:
+            base = memory.address
+        else:
+            base = device.allocate(weights.size, "weights").address - weights.start
         upload.start(device, base)
         self._upload = upload
         self._waited = -1
@@ -164,8 +171,12 @@ class CudaExecutor:
         self.reset()
         self._make_room(LEAST_TOKENS, 1)
 
-    def _check_memory(self, device: "Device", gguf: "GGUF", size: int, columns: Columns) -> None:
+    def _check_memory(
+        self, device: "Device", gguf: "GGUF", size: int, columns: Columns, early: "Memory | None"
+    ) -> None:
         free, _ = device.memory()
+        if early is not None:
+            size, free = early.size, free + early.size
         cache = self._layout.page_bytes
         scratch = 4 * (LEAST_TOKENS * columns.width + columns.selected_width) + (64 << 20)
         if size + cache + scratch > free:

@@ -16,6 +16,7 @@ from functools import partial
 from struct import Struct
 from struct import error as StructError
 
+from reflex_ipc.cuda import LIB
 from reflex_ipc.cuda.driver import INVALID_VALUE, LaunchAttribute, LaunchConfig, NoDeviceError
 from reflex_ipc.cuda.memory import Resource
 from reflex_ipc.errors import DeviceError
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
     Argument = int | float | bytes
     Shape = tuple[int, int, int]
-
-LIB = os.path.join(os.path.dirname(os.path.abspath(__file__)), "lib")
 
 # PTX does not say whether an integer has a sign: a negative one is packed by the second.
 _PACKERS = {

@@ -43,20 +43,22 @@ class Resource:
 
 
 class Memory(Resource):
-    """One allocation of the device. `what` names it in messages.
+    """One allocation of the device. `what` names it in messages; `address` is that of one that was made elsewhere.
 
     Raises `OutOfMemoryError` with the sum when the device does not hold it.
     """
 
     __slots__ = ("address", "size", "what")
 
-    def __init__(self, device: "Device", size: int, what: str) -> None:
+    def __init__(self, device: "Device", size: int, what: str, address: int = 0) -> None:
         self.size = size
         self.what = what
-        address = ctypes.c_uint64()
-        cu = device.cu
-        cu.check(cu.cuMemAlloc_v2(ctypes.byref(address), max(size, 1)), "allocating %s for %s", gib(size), what)
-        self.address: int = address.value
+        if not address:
+            made = ctypes.c_uint64()
+            cu = device.cu
+            cu.check(cu.cuMemAlloc_v2(ctypes.byref(made), max(size, 1)), "allocating %s for %s", gib(size), what)
+            address = made.value
+        self.address = address
         super().__init__(device)
 
     def _release(self) -> None:

@@ -11,18 +11,18 @@
 from `base` on the device. Pieces that follow each other in the file and on the device alike are copied as one span, the
 padding between them included, so chunks cross the borders of tensors and layers.
 
-Two ways, and `timings` says which was taken: "native", reader threads in C through a ring of page-locked buffers; and
-"mapped", for one or two cores or without the native part, the mapped file page-locked and fetched without the CPU.
+Three ways, and `timings` says which was taken: "early", reader threads in C through a ring of page-locked buffers that
+were started before the interpreter was; "native", the same threads started here; and "mapped", for one or two cores or
+without the native part, the mapped file page-locked and fetched without the CPU.
 """
 
 import os
 import time
 from errno import EAGAIN
 
-from reflex_ipc.cuda import native
-from reflex_ipc.cuda.copiers import Chunk, Copier, MappedCopier, NativeCopier
-from reflex_ipc.cuda.launch import LIB
-from reflex_ipc.cuda.memory import Resource
+from reflex_ipc.cuda import LIB, native
+from reflex_ipc.cuda.copiers import Chunk, Copier, EarlyCopier, MappedCopier, NativeCopier
+from reflex_ipc.cuda.memory import Memory, Resource
 from reflex_ipc.environment import usable_cpus
 
 TYPE_CHECKING = False
@@ -49,13 +49,14 @@ PATIENCE = 100  # milliseconds of waiting in C before Python looks for a signal
 class Upload(Resource):
     """One file, or several, on their way to the device. See the module's description for the order of calls.
 
-    size: bytes to come, which bounds the ring. cores: processors to use (default: what the process may use).
+    size: bytes to come, which bounds the ring. cores: processors to use (default: what the process may use). early: the
+    handle of an upload of the same file that was started before the interpreter, if there is one.
 
     Every method after `start` raises `ModelFileError` when the file cannot be read or ended early, and `DeviceError`
     when the driver refused a call; what was allocated on the device stays with whoever allocated it.
     """
 
-    def __init__(self, size: int, *, cores: int | None = None, lib: str = LIB) -> None:
+    def __init__(self, size: int, *, early: int | None = None, cores: int | None = None, lib: str = LIB) -> None:
         self.is_closed = False
         self.timings: dict[str, object] = {}
         """How it was done: way, threads, buffers, chunk, cores, cache ("warm", "cold", "unknown"), bytes; and the
@@ -64,9 +65,12 @@ class Upload(Resource):
         self._size = size
         self._cores = cores or usable_cpus()
         self._native = native.load(lib)
-        self._groups = 0
-        # With few cores the way depends on the page cache, which is asked for when the order is known.
-        self._copier: Copier | None = self._ring(self._cores) if self._cores > FEW_CORES else None
+        self._copier: Copier | None = None
+        if early is not None and self._native is not None:
+            self._copier = EarlyCopier(self._native, early, CHUNK)
+        elif self._cores > FEW_CORES:
+            # With fewer, the way depends on the page cache, which is asked for when the order is known.
+            self._copier = self._ring(self._cores)
 
     def _ring(self, threads: int) -> Copier | None:
         if self._native is None:
@@ -83,15 +87,21 @@ class Upload(Resource):
             self._copier = self._ring(DISK_THREADS)
         if self._copier is None:
             self._copier = MappedCopier()
-        chunks, self._groups = cut(groups, self._copier.chunk)
-        self._copier.order(chunks, cache == "cold")
+        chunks = cut(groups, self._copier.chunk)
+        self._copier.order(chunks, len(groups), cache == "cold")
         self.timings.update(cache=cache, cores=self._cores, bytes=sum(chunk[4] for chunk in chunks))
+
+    def early_copy(self, device: "Device", size: int) -> Memory | None:
+        """The memory that an early start has already begun to fill with the file of `size` bytes, from its first byte
+        on; None where it is to be allocated. Comes before `start`, whose base is then its address."""
+        address = self._copier.base() if isinstance(self._copier, EarlyCopier) else 0
+        return Memory(device, size, "weights", address) if address else None
 
     def start(self, device: "Device", base: int) -> None:
         """Begin to copy to `base`. Returns at once."""
         assert self._copier is not None, "order() comes before start()"
         self.timings.update(self._copier.description(), started=time.monotonic())
-        self._copier.start(device, base, self._groups)
+        self._copier.start(device, base)
         super().__init__(device)  # last, so that a closing device stops the copying before it takes anything away
         self._attached = True
 
@@ -130,17 +140,15 @@ class Upload(Resource):
             self._copier.free()
 
 
-def cut(groups: "Iterable[Group]", size: int) -> tuple[list[Chunk], int]:
-    """Chunks of at most `size` bytes that cover every piece in order, and the number of groups.
+def cut(groups: "Iterable[Group]", size: int) -> list[Chunk]:
+    """Chunks of at most `size` bytes that cover every piece in order.
 
     Chunks end at multiples of `size` in the file, so that reads cover whole pages; a chunk knows the first and the last
     group it has bytes of.
     """
     spans: list[tuple[int, int, list[int], list[tuple[int, int]]]] = []  # fd, shift, [start, end], [(start, group)]
-    count = 0
-    for index, pieces in groups:
+    for count, (index, pieces) in enumerate(groups):
         assert index == count, f"group {index} where {count} was expected"
-        count += 1
         for fd, offset, length, place in pieces:
             if not length:
                 continue
@@ -162,7 +170,7 @@ def cut(groups: "Iterable[Group]", size: int) -> tuple[list[Chunk], int]:
             chunks.append((fd, starts[first][1], starts[last][1], start, stop - start, start + shift))
             first = last + 1 if last + 1 < len(starts) and starts[last + 1][0] == stop else last
             start = stop
-    return chunks, count
+    return chunks
 
 
 def page_cache(groups: "Sequence[Group]") -> str:

@@ -1,0 +1,150 @@
+"""What is begun before the interpreter, and taken over by it: the driver, the header, the copy of the model."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fakecuda import ROOT, compile_c, library
+
+SIZE = 37 * (1 << 20) + 4321
+
+# Takes an upload over that was begun early, after a pause, in an order that is not the file's; prints what it saw.
+TAKE_OVER = """
+import json, os, sys, time
+sys.path[:0] = [{root!r}, {tests!r}]
+from reflex_ipc.cuda import native
+from reflex_ipc.cuda.device import start_driver
+native.load.__defaults__ = ({lib!r},)  # the package's own lies elsewhere, if it was built at all
+from reflex_ipc.cuda.native import early_times
+from reflex_ipc.cuda.upload import Upload
+from reflex_ipc.gguf import Shard
+
+path, pause, seed, mode = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+import random
+rng = random.Random(seed)
+shard = Shard(path)
+opening = start_driver(0, {library!r})
+assert opening.is_early
+class File:
+    shards = [shard]
+handle = opening.early_upload(File)
+if mode == "leave":
+    sys.exit(0 if handle else 1)
+time.sleep(pause)
+upload = Upload(shard.size, early=handle, lib={lib!r})
+pieces, at = [], 4096
+while at < shard.size:
+    length = min(rng.choice([4096, 100_000, 3 << 20, 9 << 20]), shard.size - at)
+    pieces.append((shard.fd, at, length, at))
+    at += length + rng.choice([0, 0, 64, 200_000])
+rng.shuffle(pieces)
+groups = [(i, pieces[i::5]) for i in range(5)]
+upload.order(groups)
+if mode == "drop":
+    upload.close()
+    opening.close()
+    sys.exit(0)
+with opening.wait() as device:
+    memory = upload.early_copy(device, shard.size)
+    stream = device.stream()
+    began_early = memory is not None
+    memory = memory or device.allocate(shard.size, "weights")
+    upload.start(device, memory.address)
+    data = open(path, "rb").read()
+    for index, group in groups:
+        upload.wait_group(stream, index)
+        for _, offset, size, place in group:
+            assert stream.read(memory.address + place, size) == data[offset : offset + size], (index, offset)
+    upload.join()
+print(json.dumps([began_early, upload.timings["way"], sorted(early_times(opening.native))]))
+"""
+
+
+@pytest.fixture(scope="module")
+def lib(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the native part, for which two processors are not few."""
+    directory = tmp_path_factory.mktemp("lib")
+    sources = sorted((ROOT / "kernels" / "native").glob("*.[ch]"))
+    built = compile_c("early-many", sources, ("-O2", "-fvisibility=hidden", "-DFEW_CORES=0"))
+    (directory / "early.so").symlink_to(built)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "model.gguf"
+    path.write_bytes(b"GGUF" + random.Random(3).randbytes(SIZE - 4))
+    return path
+
+
+@pytest.fixture
+def take_over(lib: Path, tmp_path: Path):
+    """Run the program above; `.report` is what the fake driver has to say about it."""
+    (tmp_path / "libcuda.so.1").symlink_to(library())
+
+    def run(model: Path, *arguments: object, guess: Path | None = None, **env: str) -> str:
+        program = TAKE_OVER.format(root=str(ROOT), tests=str(ROOT / "tests"), library="libcuda.so.1", lib=str(lib))
+        result = subprocess.run(
+            [sys.executable, "-c", program, str(model), *map(str, arguments)],
+            env={
+                "REFLEX_EARLY": "0",
+                "REFLEX_MODEL": str(guess or model),
+                "LD_PRELOAD": str(lib / "early.so"),
+                "LD_LIBRARY_PATH": str(tmp_path),
+                "FAKECUDA_REPORT": str(tmp_path / "report"),
+                **env,
+            },
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (result.returncode, result.stderr) == (0, "")
+        report = (tmp_path / "report").read_text()
+        run.calls, _, rest = report.partition("[violations]\n")
+        violations, _, leaks = rest.partition("[leaks]\n")
+        assert violations == ""
+        # The early start's own reference to the context is never released: the process ends with it.
+        assert [line for line in leaks.splitlines() if not line.startswith("context")] == []
+        return result.stdout
+
+    return run
+
+
+@pytest.mark.parametrize("deferred", [0, 1])
+@pytest.mark.parametrize(("context_ms", "pause"), [(0, 0), (0, 0.01), (0, 0.3), (150, 0)])
+def test_every_byte_arrives_whenever_the_order_comes(take_over, model: Path, deferred: int, context_ms: int, pause):
+    for seed in range(3):
+        said = take_over(
+            model, pause, seed, "use", FAKECUDA_CONTEXT_MS=str(context_ms), FAKECUDA_DEFERRED=str(deferred)
+        )
+        assert said == '[true, "early", ["begun", "context", "copying", "driver", "file"]]\n'
+
+
+def test_what_came_before_the_order_is_not_copied_twice(take_over, model: Path):
+    take_over(model, 0.5, 1, "use")
+    copied = sum(int(line.split()[-1]) for line in take_over_calls(take_over, "cuMemcpyHtoDAsync_v2"))
+    assert copied == SIZE
+
+
+def take_over_calls(take_over, name: str) -> list[str]:
+    return [line for line in take_over.calls.splitlines() if line.startswith(name + " ")]
+
+
+@pytest.mark.parametrize("pause", [0, 0.2])
+def test_what_nobody_takes_is_given_back(take_over, model: Path, pause: float):
+    take_over(model, pause, 1, "drop")
+    take_over(model, 0, 1, "leave")
+
+
+def test_a_wrong_guess_is_given_back(take_over, model: Path, tmp_path: Path):
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"GGUF" + bytes(9 << 20))
+    assert '[false, "mapped"' in take_over(model, 0, 1, "use", guess=other)
+    assert '[false, "mapped"' in take_over(model, 0, 1, "use", guess=tmp_path / "missing.gguf")
+
+
+def test_a_file_that_does_not_fit_is_left_to_the_program(take_over, model: Path):
+    said = take_over(model, 0, 1, "use", FAKECUDA_MEMORY=str(SIZE + (500 << 20)))
+    assert '[false, "early"' in said  # its threads copy all the same, to memory that the program asked for

@@ -15,6 +15,7 @@ from reflex_ipc.errors import ContextOverflowError, InvalidRequestError, ModelFi
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.plan import PREFILL_CHUNK, Plan, Step
 from reflex_ipc.sampler import Sampled, Sampler, Sampling
+from reflex_ipc.stamps import lasted, stamp
 from reflex_ipc.stops import DEFAULT_MAX_TOKENS, StopStrings
 from reflex_ipc.tokenizer import Tokenizer
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from reflex_ipc.chat import ChatTemplate
     from reflex_ipc.cuda.device import Opening
     from reflex_ipc.scoring import Scores, Scoring
+    from reflex_ipc.trace import Trace
 
 
 DEVICE_NODES = ("/dev/nvidiactl", "/dev/dxg")
@@ -108,26 +110,36 @@ class Engine:
         context: int | None = None,
         threads: int | None = None,
         progress: Progress | None = None,
+        trace: "Trace | None" = None,
     ) -> "Engine":
         """Open a model: the path of a GGUF file, or the name of an installed demo model.
 
         `backend` is "auto", "cuda" or "cpu", `device` the number of a CUDA device; "auto" uses the CPU where there is
         no usable device, and `why_cpu` says why. `context` is the tokens that prompt and answer may have together, the
-        model's own maximum by default. Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError,
-        ContextOverflowError.
+        model's own maximum by default. `trace` takes what runs when.
+
+        Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError, ContextOverflowError.
         """
         began = time.perf_counter()
+        stamp("imports")
         opening = _start_driver(backend, device)
+        stamp("driver start")
         gguf: GGUF | None = None
         try:
             gguf = GGUF.open(model_path(path) if isinstance(path, str) else path)
+            stamp("header")
             tokenizer = Tokenizer.from_gguf(gguf)
+            stamp("vocabulary")
             header = time.perf_counter()
             plan = archs.build(gguf)
             _check_vocabulary(gguf, tokenizer, plan)
             n_ctx = _context(gguf, plan, context)
+            stamp("plan")
             planned = time.perf_counter()
-            executor, name, why = _executor(gguf, plan, n_ctx, opening, backend, threads, progress)
+            executor, name, why = _executor(gguf, plan, n_ctx, opening, backend, threads, progress, trace)
+            stamp("executor")
+            if trace is not None:
+                trace.about |= {"model": os.path.basename(gguf.path), "backend": name}
         except BaseException:
             if opening is not None:
                 opening.close()
@@ -140,6 +152,7 @@ class Engine:
             "header_ms": (header - began) * 1e3,
             "plan_ms": (planned - header) * 1e3,
             "executor_ms": (time.perf_counter() - planned) * 1e3,
+            **lasted("driver", "context"),
         }
         if context is not None:
             try:
@@ -253,6 +266,7 @@ class Engine:
             raise InvalidRequestError(f"max_tokens is {max_tokens}; it cannot be negative", "max_tokens")
         stops = StopStrings(stop)
         sampler = Sampler(sampling, self.n_vocab, ids)
+        stamp("tokens")
         self._begin(min(self.n_ctx, len(ids) + max_tokens))
         self._running = Generation(self, ids, max_tokens, sampler, stops, ignore_eos, poll)
         return self._running
@@ -301,6 +315,7 @@ class Engine:
 
         scoring.check(candidates, normalize, temperature)
         context, tails, healed = self._split(prompt, candidates, join, end, arguments)
+        stamp("tokens")
         longest = len(context) + max(map(len, tails)) - 1
         if longest > self.n_ctx:
             raise ContextOverflowError(
@@ -435,6 +450,7 @@ class Generation:
         try:
             if not self._prefill(executor, ids, poll):
                 return
+            stamp("prompt")
             self.timings["prompt_ms"] = (time.perf_counter() - began) * 1e3
             if poll is not None and (reason := poll()):
                 self.finish_reason = reason
@@ -445,6 +461,7 @@ class Generation:
                 return
             for sampled in executor.decode(sampler):
                 if "first_token_ms" not in self.timings:
+                    stamp("first token")
                     self.timings["first_token_ms"] = (time.perf_counter() - began) * 1e3
                 if sampled.id in tokenizer.eog and not ignore_eos:
                     self.finish_reason = "stop"
@@ -474,6 +491,7 @@ class Generation:
         finally:
             if self.finish_reason is None:
                 self.finish_reason = "cancelled"
+            stamp("answer")
             self.timings["total_ms"] = (time.perf_counter() - began) * 1e3
 
     def _prefill(self, executor: Executor, ids: Sequence[int], poll: Poll | None) -> bool:
@@ -531,6 +549,7 @@ def _executor(
     backend: str,
     threads: int | None,
     progress: Progress | None,
+    trace: "Trace | None",
 ) -> tuple[Executor, str, str | None]:
     """The executor that `backend` names, the name of what was chosen, and why, where that is not the device."""
     why: str | None = None
@@ -544,7 +563,7 @@ def _executor(
                 raise UnsupportedModelError(
                     f"{gguf.path}: general.architecture {plan.arch} does not meet its bounds on a device yet"
                 )
-            return CudaExecutor(gguf, plan, n_ctx, progress=progress, opening=opening), "cuda", None
+            return CudaExecutor(gguf, plan, n_ctx, progress=progress, opening=opening, trace=trace), "cuda", None
         except (NoDeviceError, UnsupportedModelError) as error:
             opening.close()
             if backend == "cuda":
@@ -559,4 +578,4 @@ def _executor(
         if progress is not None:
             progress("weights", done, total)
 
-    return ReferenceExecutor(gguf, plan, n_ctx, threads, report), "cpu", why
+    return ReferenceExecutor(gguf, plan, n_ctx, threads, report, trace), "cpu", why

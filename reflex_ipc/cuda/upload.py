@@ -98,10 +98,13 @@ class Upload(Resource):
     def wait_group(self, stream: "Stream", index: int) -> None:
         """Make `stream` wait for the group. Blocks only until the group's last copy is queued."""
         cu = self.device.cu
-        copier = self._started()
-        while (event := copier.event(index, PATIENCE)) is None:
+        while (event := self.event(index)) is None:
             pass
         cu.check(cu.cuStreamWaitEvent(stream.handle, event, 0), "making a stream wait for the upload")
+
+    def event(self, index: int) -> int | None:
+        """The handle of the event that stands for the group's arrival; None where it is not even queued for a while."""
+        return self._started().event(index, PATIENCE)
 
     def join(self) -> None:
         """Wait until every byte is on the device."""

@@ -9,7 +9,7 @@ INK = "#767676"  # readable on white and on black
 FONT = 'font-family="sans-serif" font-size="13"'
 
 
-def step(top: float) -> float:
+def tick(top: float) -> float:
     """A round distance of ticks: 1, 2 or 5 times a power of ten, at most 8 of them."""
     power = 10.0 ** math.floor(math.log10(top / 8)) if top > 0 else 1.0
     return next(power * m for m in (1, 2, 5, 10) if top / (power * m) <= 8)

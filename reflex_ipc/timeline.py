@@ -68,7 +68,9 @@ def _record(arguments: Namespace, prompt: str) -> dict[str, Any]:
         command += ["--device", str(arguments.device)]
         for option, value in (("--context", arguments.context), ("--threads", arguments.threads)):
             command += [] if value is None else [option, str(value)]
-        environment = {**os.environ, LAUNCHED: str(time.monotonic_ns())}
+        # The launcher of a source tree takes the interpreter from the PATH: it shall be this one.
+        path = f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', os.defpath)}"
+        environment = {**os.environ, "PATH": path, LAUNCHED: str(time.monotonic_ns())}
         done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
         if done.returncode:
             words = done.stderr.decode("utf-8", "replace").strip().removeprefix("reflex: ")

@@ -1,6 +1,7 @@
 """What the stamps of a start say: its phases since the launch, as text, as JSON and in a trace."""
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reflex_ipc import stamps
@@ -28,6 +29,7 @@ class Phase(NamedTuple):
 def phases(since: Launch) -> list[Phase]:
     """Every phase stamped after the launch, by its start. The main track's first begins with the launch; the first of
     another track is where that track begins, and no phase."""
+    _stamp_early()
     found = []
     last: dict[str, int] = {MAIN: since.at}
     for name, (began, at, track) in sorted(stamps.moments.items(), key=lambda moment: moment[1][1]):
@@ -38,6 +40,23 @@ def phases(since: Launch) -> list[Phase]:
             found.append(Phase(track, name, last[track], at))
         last[track] = at
     return sorted(found, key=lambda phase: (phase.start, -phase.end))
+
+
+def _stamp_early() -> None:
+    """What the driver's start before the interpreter took, where there was one: lib/early.so keeps it."""
+    if "reflex_ipc.cuda.native" not in sys.modules:
+        return
+    from reflex_ipc.cuda import native
+
+    library = native.load()
+    times = None if library is None else native.early_times(library)
+    if times is None:
+        return
+    begun, driver, context = (round(seconds * 1e9) for seconds in times)
+    if driver:
+        stamps.stamp("early driver", begun, at=driver, track="early")
+    if context:
+        stamps.stamp("early context", driver, at=context, track="early")
 
 
 def report(kind: str, totals: "Mapping[str, float]", **more: Any) -> None:

@@ -17,7 +17,7 @@ from reflex_ipc.errors import InputOutputError
 MOST_SPANS = 200_000
 """A trace is for looking at the beginning of things: spans beyond these are counted and dropped."""
 
-TRACKS = ("main", "driver", "upload", "copy", "compute", "ops")
+TRACKS = ("main", "early", "driver", "upload", "copy", "compute", "ops")
 """The order in which tracks are shown; those not named here come last."""
 
 

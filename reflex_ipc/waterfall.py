@@ -10,7 +10,7 @@ from reflex_ipc.timings import OUT
 LEFT, WIDTH, ROW = 190, 700, 20
 SHORTEST = 0.05
 """Milliseconds: phases shorter than that have no row."""
-PHASES = {"main": svg.COLOURS[2], "driver": svg.COLOURS[3], "upload": svg.COLOURS[4]}
+PHASES = {"main": svg.COLOURS[2], "early": svg.COLOURS[6], "driver": svg.COLOURS[3], "upload": svg.COLOURS[4]}
 LAYERS = {"copy": (svg.COLOURS[0], "arrives"), "compute": (svg.COLOURS[1], "is computed")}
 OTHER = svg.COLOURS[7]
 
@@ -48,7 +48,7 @@ def draw(trace: Mapping[str, Any], title: str) -> str:
     found, out = bars(trace)
     end = max(bar.end for bar in found) if out is None else out
     shown = [bar for bar in found if bar.start < end]
-    unit = svg.step(end)
+    unit = svg.tick(end)
     scale = WIDTH / (end * 1.02)
     y, body = 44.0, []
 

@@ -285,7 +285,7 @@ def test_nothing_of_it_is_imported_unless_asked_for(tiny: Path) -> None:
     program = (
         "import sys; from reflex_ipc.cli import main\n"
         f"main(['run', {str(tiny)!r}, 'Hello', '-n', '1', '--backend', 'cpu'])\n"
-        "names = ('timings', 'timeline', 'launched', 'waterfall', 'svg', 'cuda.tracing')\n"
+        "names = ('trace', 'reference.tracing', 'cuda.tracing', 'timings', 'timeline', 'launched', 'svg')\n"
         "print('', *(name for name in names if 'reflex_ipc.' + name in sys.modules), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
@@ -398,6 +398,24 @@ def test_a_device_that_is_lost_says_so_in_the_trace(fake: Fake, kernels: None, m
     assert "CUDA_ERROR" in trace.about["device_error"]
 
 
+@needs_kernels
+def test_the_start_before_the_interpreter_is_traced(fake: Fake, tiny: Path, tmp_path: Path) -> None:
+    """The real command as the launcher starts it. The fake computes nothing, so that the answer is refused."""
+    (tmp_path / "libcuda.so.1").symlink_to(fake.path)
+    early = Path(launch.LIB) / "early.so"
+    env = {"LD_LIBRARY_PATH": str(tmp_path), "LD_PRELOAD": str(early), "REFLEX_EARLY": "0"}
+    env |= {"FAKECUDA_KERNELS": str(KERNELS), "FAKECUDA_INIT_MS": "30", "FAKECUDA_CONTEXT_MS": "20"}
+    file = tmp_path / "trace.json"
+    reflex("run", tiny, "Hello", "--backend", "cuda", "--trace", file, code=1, **env)
+    spans = {event["name"]: event for event in events_of(file) if event["ph"] == "X"}
+    driver, context = spans["early driver"], spans["early context"]
+    assert driver["track"] == context["track"] == "early"
+    assert driver["dur"] >= 30_000 and context["dur"] >= 20_000
+    assert driver["ts"] < spans["interpreter"]["ts"] + spans["interpreter"]["dur"]
+    assert {"driver", "context", "layout", "device wait", "memory", "upload", "prompt", "blk.0"} <= set(spans)
+    assert any(name.startswith("module ") for name in spans)
+
+
 # The picture
 
 
@@ -463,4 +481,4 @@ def test_a_picture_of_a_device_shows_both_streams() -> None:
 
 @pytest.mark.parametrize(("top", "unit"), [(7.9, 1), (8.1, 2), (100, 20), (765, 100), (0.3, 0.05)])
 def test_ticks_are_round(top: float, unit: float) -> None:
-    assert svg.step(top) == pytest.approx(unit)
+    assert svg.tick(top) == pytest.approx(unit)

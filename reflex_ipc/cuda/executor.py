@@ -121,11 +121,11 @@ class CudaExecutor:
             upload.order(weights.groups)
             groups = fused(plan) if fuse else alone(plan)
             columns = Columns(groups, plan.logits.name)
-            stamp("order")
+            stamp("layout")
             self._device = device = opening.wait()
             self.timings.update(device.times)
             _stamp_driver(device.times)
-            stamp("device")
+            stamp("device wait")
             self._open(device, gguf, weights, upload, groups, columns)
             if progress is not None:
                 self._report(progress)

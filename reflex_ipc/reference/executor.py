@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +13,12 @@ from reflex_ipc.gguf import GGUF
 from reflex_ipc.plan import LARGEST_STEP, PREFILL_CHUNK, Plan, Step, last_uses
 from reflex_ipc.reference import memory
 from reflex_ipc.reference.ops import FUNCTIONS, Run, States
-from reflex_ipc.reference.tracing import timed
 from reflex_ipc.reference.weights import Weights
 from reflex_ipc.sampler import Sampled, Sampler
 from reflex_ipc.stamps import stamp
-from reflex_ipc.trace import Trace
+
+if TYPE_CHECKING:
+    from reflex_ipc.trace import Trace
 
 Array = npt.NDArray[np.float32]
 
@@ -35,7 +37,7 @@ class ReferenceExecutor:
         n_ctx: int,
         threads: int | None = None,
         progress: Callable[[int, int], None] | None = None,
-        trace: Trace | None = None,
+        trace: "Trace | None" = None,
     ) -> None:
         """Raises OutOfMemoryError, with the sum, before anything is allocated."""
         stamp("numpy")
@@ -57,7 +59,11 @@ class ReferenceExecutor:
         stamp("weights")
         self._states = States(plan.states)
         self._logits = np.empty((0, plan.n_vocab), np.float32)
-        self._functions = FUNCTIONS if trace is None else timed(FUNCTIONS, trace)
+        self._functions = FUNCTIONS
+        if trace is not None:
+            from reflex_ipc.reference.tracing import timed
+
+            self._functions = timed(FUNCTIONS, trace)
 
     @property
     def n_past(self) -> int:

@@ -1,13 +1,13 @@
 """How long each op and each layer takes on the CPU, for a trace."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from time import monotonic_ns
 from typing import Any
 
 from reflex_ipc.plan import scope
 from reflex_ipc.trace import Trace
 
-Functions = Mapping[Any, Callable[..., Any]]
+Functions = dict[type, Callable[[Any, Any], Any]]
 
 
 def timed(functions: Functions, trace: Trace) -> Functions:

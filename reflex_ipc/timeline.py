@@ -12,6 +12,7 @@ from reflex_ipc.errors import InputOutputError, InvalidRequestError, ReflexError
 from reflex_ipc.launched import LAUNCHED
 from reflex_ipc.terminal import read_prompt, write
 from reflex_ipc.timings import OUT
+from reflex_ipc.trace import label
 
 LARGEST_TRACE = 1 << 30
 
@@ -93,6 +94,5 @@ def _command() -> list[str]:
 def _table(phases: list[Any], out: float | None) -> str:
     lines = [f"{'phase':<28}{'from':>10}{'ms':>10}\n"]
     for bar in phases:
-        label = bar.name if bar.track == "main" else f"{bar.track}: {bar.name}"
-        lines.append(f"{label:<28}{bar.start:10.2f}{bar.end - bar.start:10.2f}\n")
+        lines.append(f"{label(bar.track, bar.name):<28}{bar.start:10.2f}{bar.end - bar.start:10.2f}\n")
     return "".join(lines) + (f"{OUT:<28}{out:10.2f}\n" if out is not None else "")

@@ -8,7 +8,7 @@ from reflex_ipc import stamps
 from reflex_ipc.launched import Launch, launch
 from reflex_ipc.stamps import MAIN
 from reflex_ipc.terminal import say
-from reflex_ipc.trace import Trace
+from reflex_ipc.trace import Trace, label
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -77,8 +77,9 @@ def _say(since: Launch, totals: "Mapping[str, float]") -> None:
     around = f", +-{since.within / 1e6:.1f} ms" if since.within else ""
     say(f"{'phase':<28}{'from':>10}{'ms':>10}   0 is the launch, by {since.source}{around}")
     for phase in phases(since):
-        label = phase.name if phase.track == MAIN else f"{phase.track}: {phase.name}"
-        say(f"{label:<28}{(phase.start - since.at) / 1e6:10.1f}{(phase.end - phase.start) / 1e6:10.1f}")
+        say(
+            f"{label(phase.track, phase.name):<28}{(phase.start - since.at) / 1e6:10.1f}{(phase.end - phase.start) / 1e6:10.1f}"
+        )
     for name, ms in totals.items():
         say(f"{name:<28}{'':10}{ms:10.1f}")
 

@@ -92,5 +92,10 @@ class Trace:
             raise InputOutputError(f"writing the trace to {path!r} failed: {error.strerror or error}") from error
 
 
+def label(track: str, name: str) -> str:
+    """What to call a phase in a table: its track too, unless that is the main one or the name begins with it."""
+    return name if track == "main" or name.startswith(track) else f"{track}: {name}"
+
+
 def _metadata(name: str, process: int, thread: int, args: dict[str, Any]) -> dict[str, Any]:
     return {"ph": "M", "name": name, "pid": process, "tid": thread, "ts": 0, "args": args}

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from reflex_ipc import svg
 from reflex_ipc.errors import InvalidRequestError
 from reflex_ipc.timings import OUT
+from reflex_ipc.trace import label
 
 LEFT, WIDTH, ROW = 190, 700, 20
 SHORTEST = 0.05
@@ -60,11 +61,11 @@ def draw(trace: Mapping[str, Any], title: str) -> str:
     rows = _rows(shown)
     top = y
     track = ""
-    for (owner, label), parts in rows:
+    for (owner, name), parts in rows:
         if owner != track:
-            y += 0 if not track else 6
+            y += 6 if track else 0
             track = owner
-        body.append(svg.text(LEFT - 8, y + 14, label if owner == "main" else f"{owner}: {label}", anchor="end"))
+        body.append(svg.text(LEFT - 8, y + 14, label(owner, name), anchor="end"))
         body += [bar_at(bar, y + 3, ROW - 6, PHASES.get(owner, OTHER)) for bar in parts]
         took = sum(bar.end - bar.start for bar in parts)
         # Beside the bar, or before it where it ends at the right edge.

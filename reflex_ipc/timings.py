@@ -77,9 +77,8 @@ def _say(since: Launch, totals: "Mapping[str, float]") -> None:
     around = f", +-{since.within / 1e6:.1f} ms" if since.within else ""
     say(f"{'phase':<28}{'from':>10}{'ms':>10}   0 is the launch, by {since.source}{around}")
     for phase in phases(since):
-        say(
-            f"{label(phase.track, phase.name):<28}{(phase.start - since.at) / 1e6:10.1f}{(phase.end - phase.start) / 1e6:10.1f}"
-        )
+        began, took = (phase.start - since.at) / 1e6, (phase.end - phase.start) / 1e6
+        say(f"{label(phase.track, phase.name):<28}{began:10.1f}{took:10.1f}")
     for name, ms in totals.items():
         say(f"{name:<28}{'':10}{ms:10.1f}")
 

@@ -1,5 +1,6 @@
 """What is said about a start: phases, traces and pictures, of real runs; the device is a fake that keeps time."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -389,6 +390,17 @@ def test_every_driver_call_failing_while_traced_is_a_typed_error(fake: Fake, ker
 
 
 @needs_kernels
+def test_marks_on_a_device_are_bounded(fake: Fake, kernels: None, model: GGUF, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reflex_ipc.cuda.tracing.MOST_MARKS", 4)
+    trace = Trace()
+    executor = opened(fake, model, trace)
+    use(executor)
+    executor.close()
+    assert [span.name for span in trace.spans if span.track == "compute"] == ["embd", "blk.0", "blk.1", "blk.2"]
+    assert trace.dropped > 0
+
+
+@needs_kernels
 def test_a_device_that_is_lost_says_so_in_the_trace(fake: Fake, kernels: None, model: GGUF) -> None:
     trace = Trace()
     executor = opened(fake, model, trace)
@@ -477,6 +489,38 @@ def test_a_picture_of_a_device_shows_both_streams() -> None:
     assert "3.0" in texts and "token" not in texts  # both modules together; nothing behind the first token
     with pytest.raises(InvalidRequestError, match="no spans"):
         waterfall.draw(Trace().chrome(), "")
+
+
+def test_the_instrument_takes_traces_apart(tiny: Path, tmp_path: Path) -> None:
+    script = ROOT / "bench" / "timeline.py"
+    done = subprocess.run(
+        [sys.executable, script, tmp_path, tiny, "--backend", "cpu", "--runs", "1"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "0 disagreements in 1 traces"
+    result = json.loads((tmp_path / "timeline.json").read_text())
+    assert 0 < result["phases_ms"]["numpy"] < result["first_output_ms"][0] < result["traced_ms"][0]
+    ElementTree.parse(tmp_path / "timeline.svg")
+    events_of(tmp_path / "trace.json")
+
+
+def test_the_instrument_sees_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    timeline = importlib.import_module("timeline")
+    bar = waterfall.Bar
+    good = [
+        bar("copy", "blk.0", 0, 5),
+        bar("copy", "blk.1", 5, 9),
+        bar("compute", "blk.0", 5, 6),
+        bar("compute", "blk.1", 9, 10),
+    ]
+    assert timeline.disagreements(good, 0.01) == [] and timeline.lateness(good) == 0
+    early = [*good[:3], bar("compute", "blk.1", 7.5, 8)]
+    assert timeline.disagreements(early, 0.01) == ["blk.1 is computed 1.500 ms before it has arrived"]
+    assert timeline.lateness(early) == 1.5
+    both = [bar("compute", "blk.0", 5, 6), bar("compute", "blk.1", 5.5, 6)]
+    assert timeline.disagreements(both, 0.01) == ["compute: blk.1 begins 0.500 ms before blk.0 ends"]
 
 
 @pytest.mark.parametrize(("top", "unit"), [(7.9, 1), (8.1, 2), (100, 20), (765, 100), (0.3, 0.05)])

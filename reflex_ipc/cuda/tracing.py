@@ -87,19 +87,22 @@ class Tracing(Resource):
 
     def begin(self, name: str) -> None:
         """What is queued from here on is `name`, if it is not already."""
-        if self._now == name or len(self._marks) >= MOST_MARKS:
+        if self._now == name:
             return
         self.end()
-        self._now = name
+        if len(self._marks) >= MOST_MARKS:
+            self._trace.dropped += 1
+            return
         self._marks.append((name, self._mark(), None))
+        self._now = name
 
     def end(self, unless: str | None = None) -> None:
         """What was begun ends here; not where it is `unless`, which goes on."""
         if self._now is None or self._now == unless:
             return
-        name, began, _ = self._marks.pop()
-        self._marks.append((name, began, self._mark()))
         self._now = None
+        name, began, _ = self._marks[-1]
+        self._marks[-1] = name, began, self._mark()
 
     def _mark(self) -> Event:
         event = Event(self.device, timing=True)

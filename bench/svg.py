@@ -1,14 +1,15 @@
-"""Two kinds of plots as SVG text, readable on light and dark pages: bars, and lines over a logarithmic axis."""
+"""Two kinds of plots, made of the pieces in reflex_ipc/svg.py: bars, and lines over a logarithmic axis."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
-from html import escape
+from pathlib import Path
 from typing import NamedTuple
 
-COLOURS = ("#3b7dd8", "#d9822b", "#3c9d5c", "#b0498c", "#7a68c9", "#8a8a3a", "#c0504d", "#4f9aa8")
-INK = "#767676"  # readable on white and on black
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from reflex_ipc.svg import COLOURS, document, line, text, tick
+
 FLOOR = "#9a9a9a"
-FONT = 'font-family="sans-serif" font-size="13"'
 
 
 class Bar(NamedTuple):
@@ -29,15 +30,15 @@ class Group(NamedTuple):
 def bars(title: str, unit: str, groups: Sequence[Group]) -> str:
     left, width, row, gap = 300, 620, 22, 34
     top = max(max([b.value, *(b.whisker or ())]) for group in groups for b in group.bars)
-    step = _step(top)
+    step = tick(top)
     scale = width / (math.ceil(top / step) * step)
     y, body = 60, []
     for group in groups:
-        body.append(_text(8, y, group.label, weight="bold"))
+        body.append(text(8, y, group.label, weight="bold"))
         y += 10
         begin = y
         for bar in group.bars:
-            body.append(_text(left - 8, y + 15, bar.label, anchor="end"))
+            body.append(text(left - 8, y + 15, bar.label, anchor="end"))
             body.append(
                 f'<rect x="{left}" y="{y + 3}" width="{bar.value * scale:.1f}" height="15" fill="{bar.colour}"/>'
             )
@@ -45,9 +46,9 @@ def bars(title: str, unit: str, groups: Sequence[Group]) -> str:
             if bar.whisker is not None:
                 low, high = (left + v * scale for v in bar.whisker)
                 end = max(end, bar.whisker[1])
-                body.append(_line(low, y + 10.5, high, y + 10.5))
-                body += [_line(x, y + 7, x, y + 14) for x in (low, high)]
-            body.append(_text(left + end * scale + 6, y + 15, f"{bar.value:.0f}" if top >= 20 else f"{bar.value:.1f}"))
+                body.append(line(low, y + 10.5, high, y + 10.5))
+                body += [line(x, y + 7, x, y + 14) for x in (low, high)]
+            body.append(text(left + end * scale + 6, y + 15, f"{bar.value:.0f}" if top >= 20 else f"{bar.value:.1f}"))
             y += row
         if group.mark is not None:
             x = left + group.mark * scale
@@ -59,10 +60,10 @@ def bars(title: str, unit: str, groups: Sequence[Group]) -> str:
     ticks = []
     for i in range(round(width / scale / step) + 1):
         x = left + i * step * scale
-        ticks.append(_line(x, 44, x, bottom, opacity=0.25))
-        ticks.append(_text(x, bottom + 18, f"{i * step:g}", anchor="middle"))
-    ticks.append(_text(left + width, bottom + 36, unit, anchor="end"))
-    return _document(title, left + width + 80, bottom + 46, [*ticks, *body])
+        ticks.append(line(x, 44, x, bottom, opacity=0.25))
+        ticks.append(text(x, bottom + 18, f"{i * step:g}", anchor="middle"))
+    ticks.append(text(left + width, bottom + 36, unit, anchor="end"))
+    return document(title, left + width + 80, bottom + 46, [*ticks, *body])
 
 
 def lines(
@@ -72,7 +73,7 @@ def lines(
     left, width, top, height = 70, 560, 50, 300
     xs = sorted({x for points in series.values() for x, _ in points})
     highest = max(y for points in series.values() for _, y in points)
-    step = _step(highest)
+    step = tick(highest)
     rise = height / (math.ceil(highest / step) * step)
     low, high = math.log(xs[0]), math.log(xs[-1])
 
@@ -83,11 +84,11 @@ def lines(
     body = []
     for i in range(round(height / rise / step) + 1):
         y = top + height - i * step * rise
-        body += [_line(left, y, left + width, y, opacity=0.25), _text(left - 8, y + 4, f"{i * step:g}", anchor="end")]
+        body += [line(left, y, left + width, y, opacity=0.25), text(left - 8, y + 4, f"{i * step:g}", anchor="end")]
     for x in xs:
-        body.append(_text(place(x, 0)[0], top + height + 18, f"{x:.3g}" if x < 100 else f"{x:.0f}", anchor="middle"))
-    body.append(_text(left + width, top + height + 36, x_unit, anchor="end"))
-    body.append(_text(8, top - 12, y_unit))
+        body.append(text(place(x, 0)[0], top + height + 18, f"{x:.3g}" if x < 100 else f"{x:.0f}", anchor="middle"))
+    body.append(text(left + width, top + height + 36, x_unit, anchor="end"))
+    body.append(text(8, top - 12, y_unit))
     coloured = [name for name in series if name != "floor"]
     for number, (name, points) in enumerate(series.items()):
         stroke = colour(name, coloured)
@@ -97,32 +98,10 @@ def lines(
         body += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{stroke}"/>' for x, y in places]
         y = top + 12 + 20 * number
         body.append(f'<rect x="{left + width + 16}" y="{y - 10}" width="12" height="12" fill="{stroke}"/>')
-        body.append(_text(left + width + 34, y, name))
-    return _document(title, left + width + 260, top + height + 46, body)
+        body.append(text(left + width + 34, y, name))
+    return document(title, left + width + 260, top + height + 46, body)
 
 
 def colour(name: str, names: Sequence[str]) -> str:
     """The one of a name among those that have one; grey for others."""
     return COLOURS[names.index(name) % len(COLOURS)] if name in names else FLOOR
-
-
-def _step(top: float) -> float:
-    """A round distance of ticks: 1, 2 or 5 times a power of ten, at most 8 of them."""
-    power = 10.0 ** math.floor(math.log10(top / 8)) if top > 0 else 1.0
-    return next(power * m for m in (1, 2, 5, 10) if top / (power * m) <= 8)
-
-
-def _document(title: str, width: float, height: float, body: Sequence[str]) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" {FONT} role="img">'
-    inner = "\n".join([f"<title>{escape(title)}</title>", _text(8, 24, title, weight="bold"), *body])
-    return f"{head}\n{inner}\n</svg>\n"
-
-
-def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: str = "normal") -> str:
-    style = f'text-anchor="{anchor}" font-weight="{weight}" fill="{INK}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, *, opacity: float = 1.0) -> str:
-    at = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
-    return f'<line {at} stroke="{INK}" opacity="{opacity}"/>'

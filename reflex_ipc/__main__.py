@@ -2,8 +2,10 @@
 
 import signal
 import sys
+from time import monotonic_ns
 
 if __name__ == "__main__":
+    began = monotonic_ns()
     if not __package__:
         # Run as a file: the path may have this folder, whose modules would hide the standard library's, and lacks
         # the one this package lies in, which goes last as every installed package does.
@@ -13,6 +15,9 @@ if __name__ == "__main__":
     # Commands that have something to put away set handlers of their own.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+    from reflex_ipc.stamps import stamp
+
+    stamp("interpreter", at=began)
     from reflex_ipc.cli import main
 
     sys.exit(main(sys.argv[1:]))

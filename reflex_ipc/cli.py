@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from reflex_ipc import __version__
 from reflex_ipc.environment import complete_site, model_path
 from reflex_ipc.errors import InputOutputError, InvalidRequestError, OutOfMemoryError, ReflexError
+from reflex_ipc.stamps import stamp
 from reflex_ipc.stops import DEFAULT_MAX_TOKENS
 from reflex_ipc.terminal import read_prompt, say, say_why_cpu, warn, write
 
 if TYPE_CHECKING:
     from reflex_ipc.engine import Engine, Progress
     from reflex_ipc.messages import Limits
+    from reflex_ipc.trace import Trace
 
 _HINTS = {
     "-m": "the model is the first argument: reflex run MODEL PROMPT",
@@ -38,6 +40,7 @@ def main(argv: list[str]) -> int:
     try:
         _check_descriptors()
         arguments = _parse(argv)
+        stamp("arguments")
         code: int = arguments.command(arguments)
         return code
     except ReflexError as error:
@@ -143,6 +146,13 @@ def _joined(argv: list[str]) -> list[str]:
     for word in rest:
         if word == "--":
             return [*joined, word, *rest]
+        if word == "--timings":  # a prompt may follow it
+            following = next(rest, None)
+            is_kind = following in ("text", "json")
+            joined.append(f"--timings={following if is_kind else 'text'}")
+            if is_kind or following is None:
+                continue
+            word = following
         value = next(rest, None) if word in _TEXTS else None
         joined.append(word if value is None else f"{_TEXTS[word]}={value}")
     return joined
@@ -168,7 +178,7 @@ def _run_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--deadline", type=_positive, metavar="MS", help="stop after so many milliseconds, with exit code 124"
     )
-    parser.add_argument("--timings", action="store_true", help="print the phases and their milliseconds to stderr")
+    _timings(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="say on stderr what is done")
 
 
@@ -176,6 +186,7 @@ def _stdio_arguments(parser: ArgumentParser) -> None:
     _model(parser)
     _backend(parser)
     _limits(parser)
+    _trace(parser)
 
 
 def _uds_arguments(parser: ArgumentParser) -> None:
@@ -193,6 +204,7 @@ def _uds_arguments(parser: ArgumentParser) -> None:
         metavar="S",
         help="end after so many seconds in which no byte came and nothing was asked",
     )
+    _trace(parser)
 
 
 def _mode(text: str) -> int:
@@ -280,6 +292,7 @@ def _system1_arguments(parser: ArgumentParser) -> None:
     )
     _backend(parser)
     _chat(parser)
+    _timings(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="say on stderr what is done")
 
 
@@ -322,12 +335,32 @@ def _backend(parser: ArgumentParser) -> None:
     parser.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (all)")
 
 
+def _timings(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--timings", nargs="?", const="text", choices=("text", "json"), help="print the phases to stderr at the end"
+    )
+    _trace(parser)
+
+
+def _trace(parser: ArgumentParser) -> None:
+    parser.add_argument("--trace", metavar="FILE", help="write what ran when, for Perfetto (Chrome trace format)")
+
+
 def _device(parser: ArgumentParser) -> None:
     parser.add_argument("--device", type=_natural, default=0, metavar="N", help="which CUDA device (0)")
 
 
 def _smoke_arguments(parser: ArgumentParser) -> None:
     _device(parser)
+
+
+def _bench_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("what", choices=("timeline",), help="timeline: one start, phase by phase and layer by layer")
+    parser.add_argument("model", metavar="MODEL", help="a .gguf file, or smollm2; or a file that --trace wrote")
+    _prompt(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", default="timeline.svg", help="the picture (timeline.svg)")
+    parser.add_argument("-n", "--max-tokens", type=_positive, default=1, metavar="N", help="tokens to generate (1)")
+    _backend(parser)
 
 
 def _check_arguments(parser: ArgumentParser) -> None:
@@ -378,14 +411,37 @@ def _chat(parser: ArgumentParser) -> None:
 def _run(arguments: Namespace) -> int:
     from reflex_ipc import run
 
-    return run.run(arguments)
+    return _traced(arguments, lambda trace: run.run(arguments, trace))
+
+
+def _traced(arguments: Namespace, command: "Callable[[Trace | None], int]") -> int:
+    """Run a command with the trace it was asked for, which is written whatever becomes of the command."""
+    if arguments.trace is None:
+        return command(None)
+    from reflex_ipc.timings import write_trace
+    from reflex_ipc.trace import Trace
+
+    trace = Trace()
+    try:
+        code = command(trace)
+    except BaseException:
+        try:
+            write_trace(trace, arguments.trace)
+        except ReflexError as error:  # what ended the command says more
+            say(str(error))
+        raise
+    write_trace(trace, arguments.trace)
+    return code
 
 
 def _stdio(arguments: Namespace) -> int:
     complete_site()  # orjson
     from reflex_ipc.loop import serve_stdio
 
-    return _served(serve_stdio(arguments.model, _opener(arguments), _given_limits(arguments)))
+    limits = _given_limits(arguments)
+    return _served(
+        _traced(arguments, lambda trace: serve_stdio(arguments.model, _opener(arguments, trace), limits)),
+    )
 
 
 def _uds(arguments: Namespace) -> int:
@@ -394,22 +450,26 @@ def _uds(arguments: Namespace) -> int:
 
     limits = _given_limits(arguments)._replace(connections=arguments.connections)
     return _served(
-        serve_uds(
-            arguments.model,
-            arguments.socket,
-            _opener(arguments),
-            limits,
-            mode=arguments.mode,
-            exit_after_idle=arguments.exit_after_idle,
+        _traced(
+            arguments,
+            lambda trace: serve_uds(
+                arguments.model,
+                arguments.socket,
+                _opener(arguments, trace),
+                limits,
+                mode=arguments.mode,
+                exit_after_idle=arguments.exit_after_idle,
+            ),
         )
     )
 
 
-def _opener(arguments: Namespace) -> "Callable[..., Engine]":
+def _opener(arguments: Namespace, trace: "Trace | None") -> "Callable[..., Engine]":
     """How the loop opens the model, once it has said hello."""
 
     def open_engine(model: str, progress: "Progress") -> "Engine":
         from reflex_ipc.engine import Engine
+        from reflex_ipc.launched import since_launch
 
         engine = Engine.open(
             model,
@@ -418,7 +478,9 @@ def _opener(arguments: Namespace) -> "Callable[..., Engine]":
             context=arguments.context,
             threads=arguments.threads,
             progress=progress,
+            trace=trace,
         )
+        engine.timings |= since_launch()
         say_why_cpu(engine)
         warn(engine.tokenizer)
         return engine
@@ -444,7 +506,7 @@ def _served(code: int) -> int:
 def _system1(arguments: Namespace) -> int:
     from reflex_ipc import system1
 
-    return system1.run(arguments)
+    return _traced(arguments, lambda trace: system1.run(arguments, trace))
 
 
 def _tokenize(arguments: Namespace) -> int:
@@ -477,6 +539,12 @@ def _check(arguments: Namespace) -> int:
 
     complete_site()
     return check(arguments)
+
+
+def _bench(arguments: Namespace) -> int:
+    from reflex_ipc import timeline
+
+    return timeline.run(arguments)
 
 
 def _doctor(arguments: Namespace) -> int:
@@ -512,6 +580,7 @@ COMMANDS: dict[str, Command] = {
     "doctor": ("say what this machine and this package offer, and what to do about it", _doctor_arguments, _doctor),
     "smoke": ("run every kernel family of the device on small inputs", _smoke_arguments, _smoke),
     "check": ("compare the device with the reference, for one model", _check_arguments, _check),
+    "bench": ("measure: timeline draws a start as a waterfall", _bench_arguments, _bench),
     "inspect": ("show what is in a model file and what a run needs", _inspect_arguments, _inspect),
 }
 """Name -> what it does, its options, the function that does it and returns the exit code."""

@@ -15,6 +15,7 @@ from reflex_ipc.errors import ContextOverflowError, InvalidRequestError, ModelFi
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.plan import PREFILL_CHUNK, Plan, Step
 from reflex_ipc.sampler import Sampled, Sampler, Sampling
+from reflex_ipc.stamps import lasted, stamp
 from reflex_ipc.stops import DEFAULT_MAX_TOKENS, StopStrings
 from reflex_ipc.tokenizer import Tokenizer
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from reflex_ipc.chat import ChatTemplate
     from reflex_ipc.cuda.device import Opening
     from reflex_ipc.scoring import Scores, Scoring
+    from reflex_ipc.trace import Trace
 
 
 DEVICE_NODES = ("/dev/nvidiactl", "/dev/dxg")
@@ -112,31 +114,44 @@ class Engine:
         threads: int | None = None,
         progress: Progress | None = None,
         meanwhile: Callable[["Engine"], object] | None = None,
+        trace: "Trace | None" = None,
     ) -> "Engine":
         """Open a model: the path of a GGUF file, or the name of an installed demo model.
 
         `backend` is "auto", "cuda" or "cpu", `device` the number of a CUDA device; "auto" uses the CPU where there is
         no usable device, and `why_cpu` says why. `context` is the tokens that prompt and answer may have together, the
         model's own maximum by default. `meanwhile` is called once the file's header is read, with an engine that can
-        tokenise and nothing else yet, while the device still starts. Raises ModelFileError, UnsupportedModelError,
-        OutOfMemoryError, DeviceError, ContextOverflowError, and what `meanwhile` raises.
+        tokenise and nothing else yet, while the device still starts. `trace` takes what runs when.
+
+        Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError, ContextOverflowError, and what
+        `meanwhile` raises.
         """
         began = time.perf_counter()
+        stamp("imports")
         opening = _start_driver(backend, device)
+        stamp("driver start")
         gguf: GGUF | None = None
         try:
             native = opening.header_reader() if opening is not None else None
             gguf = GGUF.open(model_path(path) if isinstance(path, str) else path, native)
+            stamp("header")
             tokenizer = Tokenizer.from_gguf(gguf)
+            stamp("vocabulary")
             header = time.perf_counter()
             plan = archs.build(gguf)
             _check_vocabulary(gguf, tokenizer, plan)
             n_ctx = _context(gguf, plan, context)
             engine = cls(gguf, tokenizer, plan, n_ctx)
+            stamp("plan")
             planned = time.perf_counter()
             if meanwhile is not None:
                 meanwhile(engine)
-            executor, engine.backend, engine.why_cpu = _executor(gguf, plan, n_ctx, opening, backend, threads, progress)
+            executor, engine.backend, engine.why_cpu = _executor(
+                gguf, plan, n_ctx, opening, backend, threads, progress, trace
+            )
+            stamp("executor")
+            if trace is not None:
+                trace.about |= {"model": os.path.basename(gguf.path), "backend": engine.backend}
         except BaseException:
             if opening is not None:
                 opening.close()
@@ -148,6 +163,7 @@ class Engine:
             "header_ms": (header - began) * 1e3,
             "plan_ms": (planned - header) * 1e3,
             "executor_ms": (time.perf_counter() - planned) * 1e3,
+            **lasted("driver", "context"),
         }
         if context is not None:
             try:
@@ -187,7 +203,9 @@ class Engine:
         `arguments` reach the template as they are (`enable_thinking`, `tools`). Control tokens are recognised in the
         template's own text only. Raises InvalidRequestError and TemplateError.
         """
-        return self.tokenizer.encode_parts(self.template.render(list(messages), arguments=arguments).parts)
+        ids = self.tokenizer.encode_parts(self.template.render(list(messages), arguments=arguments).parts)
+        stamp("tokens")
+        return ids
 
     @property
     def template(self) -> "ChatTemplate":
@@ -258,6 +276,7 @@ class Engine:
         stops = StopStrings(stop)
         sampler = Sampler(sampling, self.n_vocab, ids)
         self._begin(min(self.n_ctx, len(ids) + max_tokens))
+        stamp("reserve")
         self._running = Generation(self, ids, max_tokens, sampler, stops, ignore_eos, poll)
         return self._running
 
@@ -305,12 +324,14 @@ class Engine:
 
         scoring.check(candidates, normalize, temperature)
         context, tails, healed = self._split(prompt, candidates, join, end, arguments)
+        stamp("tokens")
         longest = len(context) + max(map(len, tails)) - 1
         if longest > self.n_ctx:
             raise ContextOverflowError(
                 f"prompt and longest candidate have {longest} tokens, the context holds {self.n_ctx}"
             )
         self._begin(len(context))
+        stamp("reserve")
         return scoring.Scoring(
             self._executor,
             context,
@@ -370,7 +391,9 @@ class Engine:
     def prompt(self, text: str) -> list[int]:
         """The ids of a prompt; one that no tokens could make fit is refused before it is taken apart."""
         self.tokenizer.check_length(text, self.n_ctx)
-        return self.tokenize(text)
+        ids = self.tokenize(text)
+        stamp("tokens")
+        return ids
 
     def _begin(self, n_tokens: int) -> None:
         """End the answer under way, forget its sequence, make room for one of `n_tokens`."""
@@ -439,6 +462,7 @@ class Generation:
         try:
             if not self._prefill(executor, ids, poll):
                 return
+            stamp("prompt")
             self.timings["prompt_ms"] = (time.perf_counter() - began) * 1e3
             if poll is not None and (reason := poll()):
                 self.finish_reason = reason
@@ -449,6 +473,7 @@ class Generation:
                 return
             for sampled in executor.decode(sampler):
                 if "first_token_ms" not in self.timings:
+                    stamp("first token")
                     self.timings["first_token_ms"] = (time.perf_counter() - began) * 1e3
                 if sampled.id in tokenizer.eog and not ignore_eos:
                     self.finish_reason = "stop"
@@ -478,6 +503,7 @@ class Generation:
         finally:
             if self.finish_reason is None:
                 self.finish_reason = "cancelled"
+            stamp("answer")
             self.timings["total_ms"] = (time.perf_counter() - began) * 1e3
 
     def _prefill(self, executor: Executor, ids: Sequence[int], poll: Poll | None) -> bool:
@@ -535,6 +561,7 @@ def _executor(
     backend: str,
     threads: int | None,
     progress: Progress | None,
+    trace: "Trace | None",
 ) -> tuple[Executor, str, str | None]:
     """The executor that `backend` names, the name of what was chosen, and why, where that is not the device."""
     why: str | None = None
@@ -548,7 +575,7 @@ def _executor(
                 raise UnsupportedModelError(
                     f"{gguf.path}: general.architecture {plan.arch} does not meet its bounds on a device yet"
                 )
-            return CudaExecutor(gguf, plan, n_ctx, progress=progress, opening=opening), "cuda", None
+            return CudaExecutor(gguf, plan, n_ctx, progress=progress, opening=opening, trace=trace), "cuda", None
         except (NoDeviceError, UnsupportedModelError) as error:
             opening.close()
             if backend == "cuda":
@@ -563,4 +590,4 @@ def _executor(
         if progress is not None:
             progress("weights", done, total)
 
-    return ReferenceExecutor(gguf, plan, n_ctx, threads, report), "cpu", why
+    return ReferenceExecutor(gguf, plan, n_ctx, threads, report, trace), "cpu", why

@@ -426,6 +426,11 @@ def weights(op: Op) -> list[str]:
 _WEIGHT_FIELDS = frozenset(("weight", "weights", "bias", "factors", "dt", "decay"))
 
 
+def scope(name: str) -> str:
+    """`blk.7` of what belongs to a layer, an op or a tensor; its name of anything else."""
+    return ".".join(name.split(".")[:2]) if name.startswith("blk.") else name
+
+
 def last_uses(ops: Sequence[Op]) -> list[list[str]]:
     """For every op the values that nothing reads after it; the last op's own value stays."""
     last = {op.out.name: i for i, op in enumerate(ops)}

@@ -3,16 +3,20 @@
 import os
 import time
 from argparse import Namespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reflex_ipc.engine import Engine, Generation
 from reflex_ipc.errors import DeadlineError
 from reflex_ipc.sampler import Sampling
+from reflex_ipc.stamps import moments, stamp
 from reflex_ipc.stops import StopStrings
 from reflex_ipc.terminal import prompt_or_messages, say, say_why_cpu, template_arguments, valid_text, warn, write
 
+if TYPE_CHECKING:
+    from reflex_ipc.trace import Trace
 
-def run(arguments: Namespace) -> int:
+
+def run(arguments: Namespace, trace: "Trace | None" = None) -> int:
     """Returns the exit code."""
     began = time.monotonic()
     # Whatever the arguments themselves get wrong is said before a model is opened.
@@ -44,6 +48,7 @@ def run(arguments: Namespace) -> int:
         threads=arguments.threads,
         progress=None if deadline is None else progress,
         meanwhile=tokenize,
+        trace=trace,
     ) as engine:
         say_why_cpu(engine)
         if arguments.verbose:
@@ -58,8 +63,11 @@ def run(arguments: Namespace) -> int:
         )
         warn(engine.tokenizer)
         last = ""
+        moments.pop("flush", None)
         for token in generation:
             write(token.text)
+            if token.text and "flush" not in moments:
+                stamp("flush")
             last = token.text or last
         if os.isatty(1) and not last.endswith("\n"):
             write("\n")
@@ -72,7 +80,7 @@ def run(arguments: Namespace) -> int:
                 f"ended by {generation.finish_reason}{seed}"
             )
         if arguments.timings:
-            _timings(engine, generation, time.monotonic() - began)
+            _timings(arguments.timings, engine, generation, time.monotonic() - began)
         if generation.finish_reason == "deadline":
             raise DeadlineError(f"the deadline of {arguments.deadline} ms passed")
     return 0
@@ -91,6 +99,9 @@ def _sampling(arguments: Namespace) -> Sampling:
     return Sampling(**given)
 
 
-def _timings(engine: Engine, generation: Generation, total_s: float) -> None:
-    for name, ms in {**engine.timings, **generation.timings, "run_ms": total_s * 1e3}.items():
-        say(f"{name:<16}{ms:10.1f}")
+def _timings(kind: str, engine: Engine, generation: Generation, total_s: float) -> None:
+    from reflex_ipc.timings import report
+
+    totals = {**engine.timings, **generation.timings, "run_ms": total_s * 1e3}
+    usage = {"prompt_tokens": generation.prompt_tokens, "completion_tokens": generation.completion_tokens}
+    report(kind, totals, backend=engine.backend, usage=usage)

@@ -1,11 +1,13 @@
 """`reflex system1`: which of some continuations the model holds likeliest, in one forward pass."""
 
 import os
+import time
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from reflex_ipc.engine import Engine
 from reflex_ipc.errors import EXIT_BELOW_CONFIDENCE, InvalidRequestError
+from reflex_ipc.stamps import stamp
 from reflex_ipc.terminal import (
     prompt_or_messages,
     read_prompt,
@@ -20,11 +22,12 @@ from reflex_ipc.terminal import (
 
 if TYPE_CHECKING:
     from reflex_ipc.scoring import Scores
+    from reflex_ipc.trace import Trace
 
 _BAR = 24
 
 
-def run(arguments: Namespace) -> int:
+def run(arguments: Namespace, trace: "Trace | None" = None) -> int:
     """Returns the exit code: 10 where the best candidate's probability is below `--min-confidence`."""
     least = arguments.min_confidence
     if least is not None and not 0.0 <= least <= 1.0:
@@ -40,12 +43,14 @@ def run(arguments: Namespace) -> int:
         context=arguments.context,
         threads=arguments.threads,
         meanwhile=lambda engine: isinstance(prompt, str) and engine.tokenize(prompt),  # so that its pieces are known
+        trace=trace,
     ) as engine:
         say_why_cpu(engine)
         if isinstance(prompt, str):
             _warn_of_glued(prompt + arguments.join, candidates)
         elif engine.template.is_fallback:
             say("the file has no chat template; ChatML is used")
+        began = time.monotonic()
         scores = engine.score(
             prompt,
             candidates,
@@ -55,7 +60,10 @@ def run(arguments: Namespace) -> int:
             end=arguments.end,
             arguments=template_arguments(arguments),
         )
+        stamp("scores")
         warn(engine.tokenizer)
+        timings = {**engine.timings, "score_ms": (time.monotonic() - began) * 1e3}
+        backend = engine.backend
     if scores.healed and arguments.verbose:
         say(f"the last {scores.healed} tokens of the prompt merge with a candidate and are scored with it")
     if scores.passes > 1:
@@ -67,6 +75,11 @@ def run(arguments: Namespace) -> int:
         write(_json(scores))
     else:
         write(_table(scores) if os.isatty(1) else _tsv(scores))
+    stamp("flush")
+    if arguments.timings:
+        from reflex_ipc.timings import report
+
+        report(arguments.timings, timings, backend=backend, usage={"prompt_tokens": scores.prompt_tokens})
     return EXIT_BELOW_CONFIDENCE if least is not None and scores.best.probability < least else 0
 
 

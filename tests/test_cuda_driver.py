@@ -173,7 +173,8 @@ def everything(fake: Fake, lib: Path) -> None:
         timed_event.record(stream)
         event.done()
         event.synchronize()
-        timed_event.milliseconds_since(event)
+        timed_event.synchronize()
+        timed_event.milliseconds_since(timed_event)
         kernels = Kernels(device, str(lib))
         scale = kernels.function("scale").prepare(
             (1, 1, 1), (1, 1, 1), [1, 1, arena.address, arena.address], stream, shared=60000

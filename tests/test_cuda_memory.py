@@ -1,6 +1,7 @@
 """What a device gives out: memory, streams, events, against a fake driver that keeps count."""
 
 import struct
+import time
 
 import pytest
 from fakecuda import Fake
@@ -144,7 +145,14 @@ def test_a_stream_waits_for_an_event_of_another(device: Device, fake: Fake):
     assert two.read(table.address, 4) == b"good"  # had it not waited: four bytes nobody wrote
     assert event.done()
     event.synchronize()
-    late = device.event(timing=True)
+    early, late = device.event(timing=True), device.event(timing=True)
+    began = time.monotonic()
+    early.record(two)
+    early.synchronize()
+    time.sleep(0.01)
     late.record(two)
     late.synchronize()
-    assert late.milliseconds_since(event) == 1.5
+    assert 10 <= late.milliseconds_since(early) <= (time.monotonic() - began) * 1e3
+    with pytest.raises(DeviceError, match="reading a time"):
+        late.milliseconds_since(event)
+    fake.c.fake_violations_forget()

@@ -72,6 +72,7 @@ struct upload {
     const struct chunk *chunks; /* `order`, or before it is known `whole` */
     size_t count, next, ahead; /* chunks; the next one to copy, to read ahead */
     int reading_ahead, finished; /* readers that are */
+    int64_t touched, locked;     /* CLOCK_MONOTONIC ns: when the last reader had its buffers in memory, and page-locked */
     unsigned groups, *remaining; /* chunks of a group that are not queued yet */
     void **events;               /* one a group, once reflex_upload_events was called */
     struct chunk *order, *whole; /* in execution order; the file in its own order, a chunk a cell */
@@ -93,6 +94,14 @@ static void fail(struct upload *u, enum failure failure, int code, const struct 
     }
     u->stop = 1;
     pthread_cond_broadcast(&u->changed);
+    pthread_mutex_unlock(&u->lock);
+}
+
+static void stamp(struct upload *u, int64_t *latest) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    pthread_mutex_lock(&u->lock);
+    *latest = t.tv_sec * 1000000000LL + t.tv_nsec;
     pthread_mutex_unlock(&u->lock);
 }
 
@@ -180,6 +189,7 @@ static void copy_chunks(struct upload *u, struct reader *r) {
     code = cu->host_register(r->buffers, u->chunk_size * (size_t)u->buffers, 0);
     if (code) return fail(u, DRIVER_ERROR, code, NULL, "page-locking the upload's buffers");
     r->registered = 1;
+    stamp(u, &u->locked);
     const unsigned non_blocking = 1, no_timing = 2;
     code = cu->stream_create(&r->stream, non_blocking);
     for (int b = 0; b < u->buffers && !code; b++) code = cu->event_create(&r->events[b], no_timing);
@@ -213,6 +223,7 @@ static void *reader(void *argument) {
     struct upload *u = r->upload;
     size_t size = u->chunk_size * (size_t)u->buffers;
     for (size_t at = 0; at < size && u->state != CANCELLED; at += PAGE) r->buffers[at] = 0;
+    stamp(u, &u->touched);
     pthread_mutex_lock(&u->lock);
     while (u->state == PREPARING) {
         const struct chunk *c = claim_ahead(u);
@@ -408,6 +419,14 @@ EXPORT int reflex_upload_join(struct upload *u, int milliseconds) {
 EXPORT void *reflex_upload_event(struct upload *u, unsigned group) { return u->events[group]; }
 
 EXPORT uint64_t reflex_upload_queued(struct upload *u) { return u->queued; }
+
+/* When the whole ring was in memory, and page-locked; 0 where that has not come yet. */
+EXPORT void reflex_upload_ring(struct upload *u, int64_t out[2]) {
+    pthread_mutex_lock(&u->lock);
+    out[0] = u->touched;
+    out[1] = u->locked;
+    pthread_mutex_unlock(&u->lock);
+}
 
 /* What went wrong first, once a wait has answered FAILED. */
 EXPORT int reflex_upload_failure(struct upload *u, int *code, struct chunk *chunk, const char **attempt) {

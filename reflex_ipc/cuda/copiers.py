@@ -108,6 +108,12 @@ class NativeCopier(Copier):
     def description(self) -> dict[str, object]:
         return self._shape
 
+    def ring(self) -> tuple[int, int]:
+        """CLOCK_MONOTONIC nanoseconds at which the ring was in memory, and page-locked; 0 for what is still to come."""
+        times = (ctypes.c_int64 * 2)()
+        self._c.reflex_upload_ring(self._handle, times)
+        return times[0], times[1]
+
     def free(self) -> None:
         self._c.reflex_upload_free(self._handle)
         self._handle = None

@@ -21,7 +21,8 @@ from reflex_ipc.cuda.places import PAGE, CacheLayout, Places, Shape
 from reflex_ipc.cuda.sampling import CONTROL, Sampling
 from reflex_ipc.cuda.upload import Upload
 from reflex_ipc.errors import OutOfMemoryError, ReflexError
-from reflex_ipc.plan import LARGEST_STEP, PARENT_NONE, Step
+from reflex_ipc.plan import LARGEST_STEP, PARENT_NONE, Step, scope
+from reflex_ipc.stamps import stamp
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,9 +37,11 @@ if TYPE_CHECKING:
     from reflex_ipc.cuda.graph import GraphExec
     from reflex_ipc.cuda.launch import Launch
     from reflex_ipc.cuda.memory import Memory
+    from reflex_ipc.cuda.tracing import Tracing
     from reflex_ipc.gguf import GGUF
     from reflex_ipc.plan import Plan
     from reflex_ipc.sampler import Sampled, Sampler
+    from reflex_ipc.trace import Trace
 
     Progress = Callable[[str, int, int], None]
 
@@ -63,9 +66,9 @@ class Weights:
         shard_at = [0]
         for shard in gguf.shards:
             shard_at.append(aligned(shard_at[-1] + shard.size))
-        scope = None
+        layer = None
         for name, tensor in plan.weights.items():
-            if scope != (scope := _scope(name)) or not self.groups:
+            if layer != (layer := scope(name)) or not self.groups:
                 self.groups.append((len(self.groups), []))
             self.group[name] = len(self.groups) - 1
             self.place[name] = place = shard_at[tensor.shard] + tensor.offset
@@ -80,17 +83,12 @@ class Weights:
         return self.stop - self.start
 
 
-def _scope(name: str) -> str:
-    """`blk.7.` of a layer's tensor; its name of any other."""
-    return ".".join(name.split(".")[:2]) if name.startswith("blk.") else name
-
-
 class CudaExecutor:
     """One sequence of one model on one device.
 
     index: the device. opening: a start of the driver that is already under way. fuse: False runs every op by itself.
     progress: called with ("weights", bytes done, bytes in all) until all weights are there; without it the constructor
-    returns while they are still coming.
+    returns while they are still coming. trace: takes when layers arrived and were computed.
 
     Raises UnsupportedModelError when a kernel is missing, before anything is done; NoDeviceError when there is no
     usable device; OutOfMemoryError, with the sum, before anything is copied.
@@ -106,6 +104,7 @@ class CudaExecutor:
         *,
         opening: "Opening | None" = None,
         fuse: bool = True,
+        trace: "Trace | None" = None,
     ) -> None:
         self.n_ctx = n_ctx
         self.plan = plan
@@ -115,6 +114,8 @@ class CudaExecutor:
         self._shape = Shape(0, 0)
         self._upload: Upload | None = None
         self._device: Device | None = None
+        self._trace = trace
+        self._tracing: Tracing | None = None
         try:
             lower.check(plan)
             opening = opening or start_driver(index)
@@ -123,8 +124,11 @@ class CudaExecutor:
             upload.order(weights.groups)
             groups = fused(plan) if fuse else alone(plan)
             columns = Columns(groups, plan.logits.name)
+            stamp("layout")
             self._device = device = opening.wait()
             self.timings.update(device.times)
+            _stamp_driver(device.times)
+            stamp("device wait")
             self._open(device, gguf, weights, upload, groups, columns)
             if progress is not None:
                 self._report(progress)
@@ -145,12 +149,18 @@ class CudaExecutor:
             base = memory.address
         else:
             base = device.allocate(weights.size, "weights").address - weights.start
+        stamp("memory")
         upload.start(device, base)
         self._upload = upload
+        stamp("upload")
         self._waited = -1
         self._backed = 0
         self._kernels = Kernels(device)
         self._stream = device.stream()
+        if self._trace is not None:
+            from reflex_ipc.cuda.tracing import Tracing
+
+            self._tracing = Tracing(self._trace, device, self._stream, upload, weights)
         self._places = p = Places()
         self._cache = device.growing(
             self._layout.pages(self.n_ctx + SLACK) * self._layout.page_bytes, "keys and values"
@@ -289,8 +299,10 @@ class CudaExecutor:
 
     def forward(self, step: Step) -> None:
         shape = self._begin(step)
-        for launch in self._launches(shape):
+        for launch in self._launches(shape, self._tracing):
             launch()
+        if self._tracing is not None:
+            self._tracing.end()
         self._advance(step.n_keep)
         self._shape = shape
 
@@ -362,9 +374,9 @@ class CudaExecutor:
         self._forget()
         return self._dev().allocate(max(size, 1 << 16), what)
 
-    def _launches(self, shape: Shape) -> "Iterator[Launch]":
+    def _launches(self, shape: Shape, tracing: "Tracing | None" = None) -> "Iterator[Launch]":
         """A shape's launches, each as soon as it exists and the weights it needs are on their way."""
-        known = self._shapes.get(shape.key)
+        known = self._shapes.get(shape.key) if tracing is None else None
         if known is not None:
             yield from known
             return
@@ -374,10 +386,16 @@ class CudaExecutor:
         made: list[Launch] = []
         for group, launches in self._lowering.launches(shape):
             if group is not None:
+                if tracing is not None:
+                    tracing.end(unless=scope(group.name))
                 self._wait(max((self._weights.group[name] for name in group.weights), default=-1))
+                if tracing is not None:
+                    tracing.begin(scope(group.name))
             for launch in launches:
                 made.append(launch)
                 yield launch
+        if self._lowering.is_passing and self._upload is not None:
+            self._upload.stamp()
         self._lowering.is_passing = False
         if is_loaded:
             if len(self._shapes) >= SHAPES:
@@ -448,9 +466,13 @@ class CudaExecutor:
         kind = sampling.kind(sampler)
         sampling.begin(sampler)
         last = self._logits(self._shape.n_rows - 1)
+        if self._tracing is not None:
+            self._tracing.begin("sample")
         for launch in sampling.launches(kind, last, dependent=False, by_mail=False):
             launch()
         number = sampling.queued()
+        if self._tracing is not None:
+            self._tracing.end()
         is_first = True
         while True:
             sampled = sampling.fetch(number, sampler) if is_first else sampling.receive(number, sampler)
@@ -482,12 +504,25 @@ class CudaExecutor:
                     launch()
             graph = self._graphs[n_splits, kind] = capture.graph.instantiate()
             capture.graph.close()
+        if self._tracing is not None:
+            self._tracing.begin("token")
         graph.launch(self._stream)
+        if self._tracing is not None:
+            self._tracing.end()
         return self._sampling.queued()
 
     def close(self) -> None:
+        if self._tracing is not None:
+            self._tracing.collect()
         if self._device is not None:
             self._device.close()
+
+
+def _stamp_driver(times: "Mapping[str, float]") -> None:
+    """What the thread that opened the device took for driver and context."""
+    begin, driver, context = (int(times[name] * 1e9) for name in ("begin", "driver", "context"))
+    stamp("driver", begin, at=driver, track="driver")
+    stamp("context", driver, at=context, track="driver")
 
 
 def _mask(step: Step) -> bytes:

@@ -15,11 +15,13 @@ import sys
 from functools import partial
 from struct import Struct
 from struct import error as StructError
+from time import monotonic_ns
 
 from reflex_ipc.cuda import LIB
 from reflex_ipc.cuda.driver import INVALID_VALUE, LaunchAttribute, LaunchConfig, NoDeviceError
 from reflex_ipc.cuda.memory import Resource
 from reflex_ipc.errors import DeviceError
+from reflex_ipc.stamps import stamp
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -151,7 +153,9 @@ class Kernels:
             _, file, *parameters = line.split(" ")
             module = self._modules.get(file)
             if module is None:
+                began = monotonic_ns()
                 module = self._modules[file] = Module(self, os.path.join(self._root, file))
+                stamp(f"module {file.partition('.')[0]}", began)
             function = Function(module, name, tuple(map(Parameter, parameters)))
             self._functions[name] = function
         return function

@@ -39,6 +39,7 @@ _SIGNATURES: "dict[str, tuple[Any, tuple[Any, ...]]]" = {
     "reflex_upload_join": (ctypes.c_int, (ctypes.c_void_p, ctypes.c_int)),
     "reflex_upload_event": (ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_uint)),
     "reflex_upload_queued": (ctypes.c_uint64, (ctypes.c_void_p,)),
+    "reflex_upload_ring": (None, (ctypes.c_void_p, ctypes.c_void_p)),
     "reflex_upload_failure": (
         ctypes.c_int,
         (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),

@@ -24,6 +24,7 @@ from reflex_ipc.cuda import LIB, native
 from reflex_ipc.cuda.copiers import Chunk, Copier, EarlyCopier, MappedCopier, NativeCopier
 from reflex_ipc.cuda.memory import Memory, Resource
 from reflex_ipc.environment import usable_cpus
+from reflex_ipc.stamps import stamp
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Upload(Resource):
         """How it was done: way, threads, buffers, chunk, cores, cache ("warm", "cold", "unknown"), bytes; and the
         CLOCK_MONOTONIC seconds "started" and "done"."""
         self._attached = False
+        self._began = time.monotonic_ns()
         self._size = size
         self._cores = cores or usable_cpus()
         self._native = native.load(lib)
@@ -108,10 +110,20 @@ class Upload(Resource):
     def wait_group(self, stream: "Stream", index: int) -> None:
         """Make `stream` wait for the group. Blocks only until the group's last copy is queued."""
         cu = self.device.cu
-        copier = self._started()
-        while (event := copier.event(index, PATIENCE)) is None:
+        while (event := self.event(index)) is None:
             pass
         cu.check(cu.cuStreamWaitEvent(stream.handle, event, 0), "making a stream wait for the upload")
+
+    def event(self, index: int) -> int | None:
+        """The handle of the event that stands for the group's arrival; None where it is not even queued for a while."""
+        return self._started().event(index, PATIENCE)
+
+    def stamp(self) -> None:
+        """Stamp when the ring of page-locked buffers was ready, where there is one."""
+        if isinstance(self._copier, NativeCopier):
+            for name, at in zip(("ring touched", "ring locked"), self._copier.ring(), strict=True):
+                if at:
+                    stamp(name, min(self._began, at), at=at, track="upload")
 
     def join(self) -> None:
         """Wait until every byte is on the device."""

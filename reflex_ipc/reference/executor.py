@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,10 @@ from reflex_ipc.reference import memory
 from reflex_ipc.reference.ops import FUNCTIONS, Run, States
 from reflex_ipc.reference.weights import Weights
 from reflex_ipc.sampler import Sampled, Sampler
+from reflex_ipc.stamps import stamp
+
+if TYPE_CHECKING:
+    from reflex_ipc.trace import Trace
 
 Array = npt.NDArray[np.float32]
 
@@ -32,8 +37,10 @@ class ReferenceExecutor:
         n_ctx: int,
         threads: int | None = None,
         progress: Callable[[int, int], None] | None = None,
+        trace: "Trace | None" = None,
     ) -> None:
         """Raises OutOfMemoryError, with the sum, before anything is allocated."""
+        stamp("numpy")
         self.plan = plan
         self.n_ctx = n_ctx
         self._path = gguf.path
@@ -49,8 +56,14 @@ class ReferenceExecutor:
         self._body, self._tail = plan.ops[:n_body], plan.ops[n_body:]
         self._dead = last_uses(plan.ops)[:n_body]
         self._weights = Weights(gguf, plan, n_threads, progress)
+        stamp("weights")
         self._states = States(plan.states)
         self._logits = np.empty((0, plan.n_vocab), np.float32)
+        self._functions = FUNCTIONS
+        if trace is not None:
+            from reflex_ipc.reference.tracing import timed
+
+            self._functions = timed(FUNCTIONS, trace)
 
     @property
     def n_past(self) -> int:
@@ -101,7 +114,7 @@ class ReferenceExecutor:
         np.seterr(all="ignore")
         run = Run(step, self._weights, self._states)
         for op, dead in zip(self._body, self._dead, strict=True):
-            run.values[op.out.name] = FUNCTIONS[type(op)](op, run)
+            run.values[op.out.name] = self._functions[type(op)](op, run)
             for name in dead:
                 del run.values[name]
         self._states.n_past += step.n_keep
@@ -111,7 +124,7 @@ class ReferenceExecutor:
         """(len(rows), n_vocab): the ops behind the selection, for these rows."""
         run.step = run.step._replace(rows=rows)
         for op in self._tail:
-            run.values[op.out.name] = FUNCTIONS[type(op)](op, run)
+            run.values[op.out.name] = self._functions[type(op)](op, run)
         return run.values.pop(self.plan.logits.name)
 
     def logits(self) -> Array:

@@ -172,6 +172,9 @@ void run(struct object *s) {
         else
             violation("a queued fill ran after its memory was given back");
     } else if (op->kind == RECORD) {
+        struct timespec t;
+        clock_gettime(CLOCK_MONOTONIC, &t);
+        op->event->passed = (u64)t.tv_sec * 1000000000 + (u64)t.tv_nsec;
         if (op->version > op->event->done) op->event->done = op->version;
     } else if (op->kind == WAIT && op->event->done < op->version && op->event->stream) {
         run_stream(op->event->stream, op->event, op->version);

@@ -309,7 +309,9 @@ CUresult cuStreamWaitEvent(void *stream, void *event, unsigned flags) {
 }
 CUresult cuEventCreate(void **event, unsigned flags) {
     BEGIN(1, "%u", flags);
-    *event = born(EVENT, 0, 0);
+    struct object *made = born(EVENT, 0, 0);
+    made->untimed = flags & 2;
+    *event = made;
     END;
 }
 CUresult cuEventDestroy_v2(void *event) {
@@ -349,6 +351,10 @@ CUresult cuEventElapsedTime(float *milliseconds, void *start, void *end) {
     EXPECT(EVENT, end);
     if (!start_o->recorded || !end_o->recorded)
         REFUSE(INVALID_HANDLE, "the time between events that were not recorded");
-    *milliseconds = 1.5f;
+    if (start_o->untimed || end_o->untimed) REFUSE(INVALID_HANDLE, "the time between events without timing");
+    if (start_o->done < start_o->recorded || end_o->done < end_o->recorded)
+        code = NOT_READY;
+    else
+        *milliseconds = (float)((double)(int64_t)(end_o->passed - start_o->passed) / 1e6);
     END;
 }

@@ -2,7 +2,8 @@
  *
  * It runs no kernel, but everything around one: it checks handles, the bounds of every copy, the parameters of every
  * launch, that the calling thread has the context, and what was never given back. Copies run at once or, with
- * "deferred", when someone waits for them, so that a missing wait shows as wrong bytes. Any call can be made to fail.
+ * "deferred", when someone waits for them, so that a missing wait shows as wrong bytes. Events are timed by the host's
+ * clock. Any call can be made to fail.
  *
  * fake_set("deferred", 1)         settings, listed in `settings`; also from the environment as FAKECUDA_DEFERRED=1
  * fake_fail(name, n, code, lost)  the n-th call (1 is the next; of `name`, or of any function if it is empty) returns
@@ -22,6 +23,7 @@
 #include <string.h>
 #include <strings.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 typedef uint64_t u64;
@@ -70,6 +72,8 @@ struct object {
     struct object *capture; /* streams */
     long recorded, done;
     struct object *stream; /* events */
+    u64 passed;            /* when the last record ran: nanoseconds */
+    int untimed;
     int nodes;             /* graphs */
     struct object *next;
 };

@@ -29,35 +29,36 @@ struct Decode {
     int fused;
 };
 
-template <int LANES>
-__device__ __forceinline__ void load8(float *x, const half *row, int lane, int width) {
-    if (lane * 8 < width) {
-        int4 raw = *(const int4 *)(row + lane * 8);
-        const half2 *pairs = (const half2 *)&raw;
+// Eight numbers of a row of the cache, as they lie there, and the row's scale.
+struct Eight {
+    int4 bits;
+    float scale;
+
+    __device__ __forceinline__ void read(const half *row, const float *row_scale, int lane, int width) {
+        bits = lane * 8 < width ? *(const int4 *)(row + lane * 8) : make_int4(0, 0, 0, 0);
+        scale = *row_scale;
+    }
+    __device__ __forceinline__ void unpack(float *x) const {
+        const half2 *pairs = (const half2 *)&bits;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             float2 pair = __half22float2(pairs[i]);
             x[2 * i] = pair.x;
             x[2 * i + 1] = pair.y;
         }
-    } else {
-#pragma unroll
-        for (int i = 0; i < 8; i++) x[i] = 0.0f;
     }
-}
+};
 
 // Positions a block takes: whole steps of the block.
 __device__ __forceinline__ int share_of(int n, int n_splits, int step) {
     return ((n + n_splits - 1) / n_splits + step - 1) / step * step;
 }
 
-// Asks for the first chunk of this block's keys and values. They are of earlier steps, so it need not wait; should `n` be
-// of an earlier step too, less is asked for than will be read.
-__device__ __forceinline__ void prefetch_rows(const Cache &c, int head, int n, int n_splits, int step) {
+// Asks for keys and values of positions [begin, end).
+__device__ __forceinline__ void prefetch_rows(const Cache &c, int head, int begin, int end) {
     constexpr int LINE = 128;
-    int share = share_of(n, n_splits, step), begin = min(n, int(blockIdx.x) * share);
-    int rows = min(min(n - begin, share), CHUNK), k_lines = (c.d * 2 + LINE - 1) / LINE, v_lines = (c.d_v * 2 + LINE - 1) / LINE;
-    for (int i = threadIdx.x; i < rows * (k_lines + v_lines); i += THREADS) {
+    int k_lines = (c.d * 2 + LINE - 1) / LINE, v_lines = (c.d_v * 2 + LINE - 1) / LINE;
+    for (int i = threadIdx.x; i < (end - begin) * (k_lines + v_lines); i += THREADS) {
         int position = begin + i / (k_lines + v_lines), line = i % (k_lines + v_lines);
         const half *row = line < k_lines ? c.key(position, head) : c.value(position, head);
         prefetch((const char *)row + (line < k_lines ? line : line - k_lines) * LINE);
@@ -68,6 +69,8 @@ template <int LANES, int HEADS>
 __device__ __forceinline__ void attend(const Decode &a) {
     constexpr int ROWS = WARP / LANES;         // positions a warp takes at a time
     constexpr int STEP = ROWS * WARPS;         // positions the block takes at a time
+    constexpr int BATCH = HEADS < 4 && LANES < 32 ? 4 : 2;  // steps whose rows are read together, one batch ahead
+    constexpr int A_LANE = LANES * 8 / WARP;   // numbers of a head
     __shared__ float queries[HEADS][LANES * 8];  // later the sums of the values
     __shared__ float scores[HEADS][CHUNK];
     __shared__ float key_row[LANES * 8];
@@ -77,29 +80,56 @@ __device__ __forceinline__ void attend(const Decode &a) {
     __shared__ int is_last;
     const Heads &h = a.h;
     const Cache &c = h.cache;
-    prefetch_rows(c, blockIdx.y, *(volatile const int *)h.past + 1, gridDim.x, STEP);
-    wait_for_predecessor();
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, sub = lane % LANES, row = warp * ROWS + lane / LANES;
     int kv = blockIdx.y, group = h.n_head / c.n_head_kv, first = blockIdx.z * HEADS;
     int heads = min(HEADS, group - first), head0 = kv * group + first;
     int n_splits = gridDim.x, n = *h.past + 1;
     int share = share_of(n, n_splits, STEP);
     int begin = min(n, int(blockIdx.x) * share), end = min(n, begin + share);
+    bool has_newest = begin < end && end == n;
 
-    for (int g = warp; g < HEADS; g += WARPS) {
-        for (int i = lane; i < LANES * 8; i += WARP) queries[g][i] = 0.0f;
+    // Rows begin + row, + STEP ... up to `limit`.
+    Eight keys[BATCH], values[BATCH];
+    auto read_keys = [&](int begin, int limit) {
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
+            int p = begin + row + k * STEP;
+            if (p < limit) keys[k].read(c.key(p, kv), c.key_scale(p, kv), sub, c.d);
+        }
+    };
+    auto read_values = [&](int begin, int limit) {
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
+            int p = begin + row + k * STEP;
+            if (p < limit) values[k].read(c.value(p, kv), c.value_scale(p, kv), sub, c.d_v);
+        }
+    };
+
+    // What need not wait: the number of tokens changes between steps only, and all rows but the newest were there before.
+    int known = min(end, n - 1);
+    read_keys(begin, known);
+    read_values(begin, known);
+    prefetch_rows(c, kv, min(known, begin + BATCH * STEP), min(known, begin + CHUNK));
+    Head<A_LANE> query, key;
+    if (a.fused && warp < heads) query.read_norm(h, h.q_norm);
+    if (a.fused && has_newest && warp == WARPS - 1) key.read_norm(h, h.k_norm);
+    wait_for_predecessor();
+
+    if (warp < HEADS) {  // a warp a head
+        for (int i = lane; i < LANES * 8; i += WARP) queries[warp][i] = 0.0f;
         __syncwarp();
-        if (g < heads) {
-            const float *q = h.q + (head0 + g) * c.d;
+        if (warp < heads) {
+            const float *q = h.q + (head0 + warp) * c.d;
             if (a.fused) {
-                finish_head(h, queries[g], q, h.q_norm, 0);
+                query.read(h, q, 0);
+                query.finish(h, queries[warp], h.q_norm);
             } else {
-                for (int i = lane; i < c.d; i += WARP) queries[g][i] = q[i];
+                for (int i = lane; i < c.d; i += WARP) queries[warp][i] = q[i];
             }
         }
     }
-    if (a.fused && begin < end && end == n) {
-        if (warp == WARPS - 1) store_key(h, key_row, 0, kv);
+    if (a.fused && has_newest) {
+        if (warp == WARPS - 1) store_key(key, h, key_row, 0, kv);
         if (warp == WARPS - 2) store_value(h, 0, kv);
     }
     if (threadIdx.x < HEADS) {
@@ -107,6 +137,12 @@ __device__ __forceinline__ void attend(const Decode &a) {
         sums[threadIdx.x] = 0.0f;
     }
     __syncthreads();
+#pragma unroll
+    for (int k = 0; k < BATCH; k++)
+        if (begin + row + k * STEP == n - 1 && has_newest) {
+            keys[k].read(c.key(n - 1, kv), c.key_scale(n - 1, kv), sub, c.d);
+            values[k].read(c.value(n - 1, kv), c.value_scale(n - 1, kv), sub, c.d_v);
+        }
     float q[HEADS][8], mixed[HEADS][8];
     float factor = a.scale * LOG2_E;
 #pragma unroll
@@ -118,22 +154,27 @@ __device__ __forceinline__ void attend(const Decode &a) {
         }
     for (int start = begin; start < end; start += CHUNK) {
         int stop = min(end, start + CHUNK), filled = stop - start;
-#pragma unroll (HEADS < 4 ? 4 : 2)
-        for (int p = start + row; p < start + CHUNK; p += STEP) {
-            float k[8];
-            bool there = p < stop;
-            load8<LANES>(k, c.key(there ? p : start, kv), sub, c.d);
-            float key_scale = *c.key_scale(there ? p : start, kv);
+        for (int batch = start; batch < stop; batch += BATCH * STEP) {
+            Eight now[BATCH];
 #pragma unroll
-            for (int g = 0; g < HEADS; g++) {
-                float s = 0.0f;
+            for (int k = 0; k < BATCH; k++) now[k] = keys[k];
+            read_keys(batch + BATCH * STEP, end);
 #pragma unroll
-                for (int i = 0; i < 8; i++) s += q[g][i] * k[i];
+            for (int k = 0; k < BATCH; k++) {
+                if (batch + k * STEP >= stop) break;
+                int p = batch + row + k * STEP;
+                float x[8];
+                now[k].unpack(x);
 #pragma unroll
-                for (int lanes = LANES / 2; lanes; lanes /= 2) s += __shfl_xor_sync(~0u, s, lanes);
-                if (sub == 0 && there) scores[g][p - start] = s * key_scale;
+                for (int g = 0; g < HEADS; g++) {
+                    float s = 0.0f;
+#pragma unroll
+                    for (int i = 0; i < 8; i++) s += q[g][i] * x[i];
+#pragma unroll
+                    for (int lanes = LANES / 2; lanes; lanes /= 2) s += __shfl_xor_sync(~0u, s, lanes);
+                    if (sub == 0 && p < stop) scores[g][p - start] = s * now[k].scale;
+                }
             }
-            if (p - row - start + STEP >= filled) break;
         }
         __syncthreads();
         for (int g = warp; g < heads; g += WARPS) {
@@ -160,18 +201,25 @@ __device__ __forceinline__ void attend(const Decode &a) {
             if (g < heads)
 #pragma unroll
                 for (int i = 0; i < 8; i++) mixed[g][i] *= shrinks[g];
-#pragma unroll (HEADS < 4 ? 4 : 2)
-        for (int p = start + row; p < stop; p += STEP) {
-            float v[8];
-            load8<LANES>(v, c.value(p, kv), sub, c.d_v);
-            float value_scale = *c.value_scale(p, kv);
+        for (int batch = start; batch < stop; batch += BATCH * STEP) {
+            Eight now[BATCH];
 #pragma unroll
-            for (int g = 0; g < HEADS; g++)
-                if (g < heads) {
-                    float weight = scores[g][p - start] * value_scale;
+            for (int k = 0; k < BATCH; k++) now[k] = values[k];
+            read_values(batch + BATCH * STEP, end);
 #pragma unroll
-                    for (int i = 0; i < 8; i++) mixed[g][i] += weight * v[i];
-                }
+            for (int k = 0; k < BATCH; k++) {
+                int p = batch + row + k * STEP;
+                if (p >= stop) break;
+                float x[8];
+                now[k].unpack(x);
+#pragma unroll
+                for (int g = 0; g < HEADS; g++)
+                    if (g < heads) {
+                        float weight = scores[g][p - start] * now[k].scale;
+#pragma unroll
+                        for (int i = 0; i < 8; i++) mixed[g][i] += weight * x[i];
+                    }
+            }
         }
         __syncthreads();
     }
@@ -239,6 +287,7 @@ __device__ __forceinline__ void attend(const Decode &a) {
             }
             float inverse = 1.0f / warp_sum(sum);
             float values[LANES * 8 / WARP] = {};
+#pragma unroll 8
             for (int s = 0; s < n_splits; s++) {
                 float count = __shfl_sync(~0u, s < WARP ? counts[0] : counts[1], s % WARP);
 #pragma unroll
@@ -258,7 +307,7 @@ __device__ __forceinline__ void attend(const Decode &a) {
 }
 
 #define ATTENTION(LANES, HEADS)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) attention_decode_##LANES##_##HEADS(                         \
+    extern "C" __global__ void __launch_bounds__(THREADS, HEADS < 8 ? 2 : 1) attention_decode_##LANES##_##HEADS(                         \
         const __grid_constant__ Decode a) {                                                                              \
         attend<LANES, HEADS>(a);                                                                                         \
     }

@@ -20,38 +20,72 @@ struct Heads {
     float eps;
 };
 
-// One warp normalises and rotates one head of d numbers, from global memory into `row` in shared memory.
-__device__ __forceinline__ void finish_head(const Heads &h, float *row, const float *x, const float *norm, int token) {
-    int lane = threadIdx.x % WARP, d = h.cache.d;
-    float sum = 0.0f;
-    for (int i = lane; i < d; i += WARP) {
-        row[i] = x[i];
-        sum += x[i] * x[i];
-    }
-    __syncwarp();
-    if (norm) {
-        float scale = 1.0f / sqrtf(warp_sum(sum) / d + h.eps);
-        for (int i = lane; i < d; i += WARP) row[i] *= scale * norm[i];
-        __syncwarp();
-    }
-    if (h.table) {
-        int pairs = h.n_rot / 2;
-        for (int i = lane; i < pairs; i += WARP) {
-            float2 turn = h.table[token * pairs + i];
-            int first = h.offset + (h.neox ? i : 2 * i);
-            int second = first + (h.neox ? pairs : 1);
-            float a = row[first], b = row[second];
-            row[first] = a * turn.x - b * turn.y;
-            row[second] = a * turn.y + b * turn.x;
-        }
-        __syncwarp();
-    }
-}
+// One warp normalises and rotates one head of up to N * WARP numbers. Everything is asked for before any of it is used:
+// the norm's weights by read_norm, which need not wait for the predecessor, the rest by read.
+template <int N>
+struct Head {
+    float x[N], norm[N];
+    float2 turns[N / 2];
 
-// One warp finishes and stores the key, or copies and stores the value, of one head. `row`: d or d_v floats, shared.
-__device__ __forceinline__ void store_key(const Heads &h, float *row, int token, int head) {
+    __device__ __forceinline__ void read_norm(const Heads &h, const float *weight) {
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            int i = threadIdx.x % WARP + k * WARP;
+            norm[k] = weight && i < h.cache.d ? weight[i] : 1.0f;
+        }
+    }
+
+    __device__ __forceinline__ void read(const Heads &h, const float *from, int token) {
+        int pairs = h.n_rot / 2;
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            int i = threadIdx.x % WARP + k * WARP;
+            x[k] = i < h.cache.d ? from[i] : 0.0f;
+        }
+#pragma unroll
+        for (int k = 0; k < N / 2; k++) {
+            int i = threadIdx.x % WARP + k * WARP;
+            turns[k] = h.table && i < pairs ? h.table[token * pairs + i] : make_float2(1.0f, 0.0f);
+        }
+    }
+
+    // Into `row` in shared memory; `is_normed`: read_norm had weights.
+    __device__ __forceinline__ void finish(const Heads &h, float *row, bool is_normed) const {
+        int lane = threadIdx.x % WARP, d = h.cache.d;
+        float scale = 1.0f;
+        if (is_normed) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int k = 0; k < N; k++) sum += x[k] * x[k];
+            scale = 1.0f / sqrtf(warp_sum(sum) / d + h.eps);
+        }
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            if (lane + k * WARP < d) row[lane + k * WARP] = x[k] * (scale * norm[k]);
+        __syncwarp();
+        if (h.table) {
+            int pairs = h.n_rot / 2;
+#pragma unroll
+            for (int k = 0; k < N / 2; k++) {
+                int i = lane + k * WARP;
+                if (i >= pairs) continue;
+                int first = h.offset + (h.neox ? i : 2 * i);
+                int second = first + (h.neox ? pairs : 1);
+                float a = row[first], b = row[second];
+                row[first] = a * turns[k].x - b * turns[k].y;
+                row[second] = a * turns[k].y + b * turns[k].x;
+            }
+            __syncwarp();
+        }
+    }
+};
+
+// One warp finishes a key, whose norm has been read, and stores it; or copies and stores a value. `row`: d floats, shared.
+template <int N>
+__device__ __forceinline__ void store_key(Head<N> &key, const Heads &h, float *row, int token, int head) {
     int position = *h.past + token;
-    finish_head(h, row, h.k + token * (int64_t)h.k_stride + head * h.cache.d, h.k_norm, token);
+    key.read(h, h.k + token * (int64_t)h.k_stride + head * h.cache.d, token);
+    key.finish(h, row, h.k_norm);
     store_row(h.cache.key(position, head), h.cache.key_scale(position, head), row, h.cache.d);
 }
 

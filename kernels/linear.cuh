@@ -105,7 +105,21 @@ __device__ __forceinline__ float reciprocal_of_power(float power) {
   return __uint_as_float(0x7f000000u - __float_as_uint(power));
 }
 
-// 1 / sqrt(mean(x^2) + eps) over a row of n, the same in every thread of the block. `partial`: a float a warp.
+// 1 / sqrt(mean(x^2) + eps) over a row of n, the same in every thread of the block; `sum` is this thread's share of the
+// squares. `partial`: a float a warp.
+template <int threads>
+__device__ __forceinline__ float inverse_rms(float sum, int n, float eps, float* partial) {
+#pragma unroll
+  for (int d = 16; d; d >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = sum;
+  __syncthreads();
+  sum = 0;
+#pragma unroll
+  for (int i = 0; i < threads / 32; ++i) sum += partial[i];
+  return rsqrtf(sum / (float)n + eps);
+}
+
+// The same of the row itself.
 template <int threads>
 __device__ __forceinline__ float inverse_rms(const float* x, int n, float eps, float* partial) {
   float sum = 0;
@@ -122,14 +136,7 @@ __device__ __forceinline__ float inverse_rms(const float* x, int n, float eps, f
 #pragma unroll 1
     for (int i = threadIdx.x; i < n; i += threads) sum += x[i] * x[i];
   }
-#pragma unroll
-  for (int d = 16; d; d >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = sum;
-  __syncthreads();
-  sum = 0;
-#pragma unroll
-  for (int i = 0; i < threads / 32; ++i) sum += partial[i];
-  return rsqrtf(sum / (float)n + eps);
+  return inverse_rms<threads>(sum, n, eps, partial);
 }
 
 }  // namespace reflex

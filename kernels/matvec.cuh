@@ -110,36 +110,34 @@ struct Tiles {
 };
 
 // What a warp's ring reads next.
+struct Cursor {
+  const uint8_t* from;   // lane r: what comes next of row r of the warp's,
+  int tile, step, left;  // its tile and step, and the bytes of the row that are left
+};
+
 template <class Format>
 struct Reader {
   const Tiles<Format>& tiles;
   size_t expert;
-  const uint8_t* from;   // lane r: what comes next of row r of the warp's,
-  int tile, step, left;  // its tile and step, and the bytes of the row that are left
+  Cursor& at;
 
-  __device__ __forceinline__ Reader(const Tiles<Format>& tiles, size_t expert, int tile)
-      : tiles(tiles), expert(expert), tile(tile), step(0) {
-    seek();
-  }
-
-  __device__ __forceinline__ void seek() {
+  __device__ __forceinline__ void seek(int tile) {
     constexpr int rows = Tiles<Format>::rows;
     const int lane = threadIdx.x % 32, of_warp = 32 / tiles.width();  // tiles
-    from =
+    at.tile = tile;
+    at.step = 0;
+    at.from =
         tiles.row(expert, tile, of_warp == 1 ? tiles.group() : threadIdx.x / 32 * of_warp + lane / rows, lane % rows);
-    left = tile < tiles.count() ? (int)row_bytes<Format>(tiles.args.n_in) - tiles.start() / 32 * tiles.segment() : 0;
+    at.left =
+        tile < tiles.count() ? (int)row_bytes<Format>(tiles.args.n_in) - tiles.start() / 32 * tiles.segment() : 0;
   }
 
   __device__ __forceinline__ void fill(Ring& ring) {
     ring.template fill<Product<Format>::alignment % 16 == 0>(Tiles<Format>::rows * 32 / tiles.width(), tiles.slot(),
-                                                             from, min(tiles.segment(), left));
-    from += tiles.hop();
-    left -= tiles.hop();
-    if (++step == tiles.steps()) {
-      step = 0;
-      tile += gridDim.x;
-      seek();
-    }
+                                                             at.from, min(tiles.segment(), at.left));
+    at.from += tiles.hop();
+    at.left -= tiles.hop();
+    if (++at.step == tiles.steps()) seek(at.tile + gridDim.x);
   }
 };
 
@@ -212,25 +210,10 @@ __device__ __forceinline__ void multiply(const Tiles<Format>& tiles, Reader<Form
   }
 }
 
-// The block's share of matrix `which`, if `tile` is one of its tiles; what of `tile` is left for the next matrix.
-template <class Format, class Prepare>
-__device__ __forceinline__ int run(const MatvecArgs& args, int which, size_t expert, int tile,
-                                   const typename Product<Format>::X& x, float* partial, Ring& ring,
-                                   Prepare prepare_x) {
-  const Tiles<Format> tiles = {args, which};
-  const int n = tiles.count();
-  if (tile < n) {
-    Reader<Format> reader(tiles, expert, tile);
-#pragma unroll 1
-    for (int i = 0; i < args.stages; ++i) reader.fill(ring);
-    prepare_x();
-    multiply(tiles, reader, tile, x, partial, ring);
-    ring.skip();      // what was filled beyond the end
-    __syncthreads();  // `partial` begins anew
-    tile += (n - tile + (int)gridDim.x - 1) / (int)gridDim.x * (int)gridDim.x;
-  }
-  return tile - n;
-}
+template <class Format>
+struct As {
+  using type = Format;
+};
 
 template <class First, class Second>
 __device__ __forceinline__ void matvec(const MatvecArgs& args) {
@@ -256,21 +239,46 @@ __device__ __forceinline__ void matvec(const MatvecArgs& args) {
   auto prepare_x = [&] {  // once, while the first weights are on their way
     if (!is_first) return;
     is_first = false;
-    wait_for_predecessor();
-    const float* from = args.x + (size_t)token * args.x_stride + (size_t)slot * args.x_expert_stride;
-    const float factor = args.norm ? inverse_rms<matvec_threads>(from, args.n_row, args.eps, partial) : 1.0f;
-    x.fill(from + args.k_begin, args.norm ? args.norm + args.k_begin : nullptr, factor, args.n_in);
+    const float* row = args.x + (size_t)token * args.x_stride + (size_t)slot * args.x_expert_stride;
+    x.fill(row, args.norm, args.n_row, args.k_begin, args.n_in, args.eps, partial);
     __syncthreads();
   };
 
-  int tile = blockIdx.x;
-#pragma unroll 1
-  for (int i = 0; i < n_matrix; ++i) {
-    if (is_pair && (args.second >> i & 1)) {
-      tile = run<Second>(args, i, expert, tile, x, partial, ring, prepare_x);
+  // `use` with the format of a matrix.
+  auto with = [&](int which, auto use) {
+    if (is_pair && (args.second >> which & 1)) {
+      use(As<Second>{});
     } else {
-      tile = run<First>(args, i, expert, tile, x, partial, ring, prepare_x);
+      use(As<First>{});
     }
+  };
+
+  int tile = blockIdx.x;  // what is left of it is for the next matrix
+#pragma unroll 1
+  for (int which = 0; which < n_matrix; ++which) {
+    int n;
+    Cursor cursor;
+    with(which, [&](auto format) {
+      const Tiles<typename decltype(format)::type> tiles = {args, which};
+      n = tiles.count();
+      if (tile >= n) return;
+      Reader<typename decltype(format)::type> reader = {tiles, expert, cursor};
+      reader.seek(tile);
+#pragma unroll 1
+      for (int i = 0; i < args.stages; ++i) reader.fill(ring);
+    });
+    if (tile < n) {
+      prepare_x();
+      with(which, [&](auto format) {
+        const Tiles<typename decltype(format)::type> tiles = {args, which};
+        Reader<typename decltype(format)::type> reader = {tiles, expert, cursor};
+        multiply(tiles, reader, tile, x, partial, ring);
+      });
+      ring.skip();      // what was filled beyond the end
+      __syncthreads();  // `partial` begins anew
+      tile += (n - tile + (int)gridDim.x - 1) / (int)gridDim.x * (int)gridDim.x;
+    }
+    tile -= n;
   }
 }
 

@@ -35,25 +35,71 @@ struct Planes {
     return (u ^ line ^ line << 1) * 16;
   }
 
-  __device__ __forceinline__ void fill(const float* x, const float* norm, float factor, int n) const {
+  // 16 elements of x, and of its norm's weight.
+  struct Chunk {
+    float4 x[4], norm[4];
+
+    __device__ __forceinline__ void read_norm(const float* weight, int unit, int n) {
+      if (!weight || unit >= n / 16) return;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* w = weight + 16 * unit + 4 * i;
+        norm[i] = {__ldg(w), __ldg(w + 1), __ldg(w + 2), __ldg(w + 3)};
+      }
+    }
+    __device__ __forceinline__ void read_x(const float* from, int unit, int n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        x[i] = unit < n / 16 ? reinterpret_cast<const float4*>(from)[4 * unit + i] : float4{0, 0, 0, 0};
+    }
+    __device__ __forceinline__ float squares() const {
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum += x[i].x * x[i].x + x[i].y * x[i].y + x[i].z * x[i].z + x[i].w * x[i].w;
+      return sum;
+    }
+  };
+
+  // Columns [k_begin, k_begin + n) of a row of n_row that the predecessor leaves, RMS-normalised where `norm` is there.
+  // What waits for memory is asked for as early as it can be: weights before the predecessor is through, and the next
+  // elements before these are converted. `partial`: a float a warp.
+  __device__ __forceinline__ void fill(const float* row, const float* norm, int n_row, int k_begin, int n, float eps,
+                                       float* partial) const {
+    const float* from = row + k_begin;
+    if (norm) norm += k_begin;
+    Chunk next;
+    next.read_norm(norm, threadIdx.x, n);
+    wait_for_predecessor();
+    next.read_x(from, threadIdx.x, n);
+    float factor = 1.0f;
+    if (norm) {
+      float sum = k_begin ? 0.0f : next.squares();
+#pragma unroll 1
+      for (int unit = threadIdx.x + (k_begin ? 0 : matvec_threads); unit < n_row / 16; unit += matvec_threads) {
+        Chunk other;
+        other.read_x(row, unit, n_row);
+        sum += other.squares();
+      }
+      factor = inverse_rms<matvec_threads>(sum, n_row, eps, partial);
+    }
+#pragma unroll 1
     for (int base = 0; base < n / 16; base += matvec_threads) {  // in step: neighbours share a scale
       const int unit = base + threadIdx.x;
       const bool there = unit < n / 16;
-      float v[16] = {};
+      float v[16];
       uint32_t most = 0;
-      if (there) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float4 f = reinterpret_cast<const float4*>(x)[4 * unit + i];
-          if (norm) {
-            const float* w = norm + 16 * unit + 4 * i;
-            f.x *= factor * __ldg(w), f.y *= factor * __ldg(w + 1), f.z *= factor * __ldg(w + 2),
-                f.w *= factor * __ldg(w + 3);
-          }
-          v[4 * i] = f.x, v[4 * i + 1] = f.y, v[4 * i + 2] = f.z, v[4 * i + 3] = f.w;
-          most = max(max(most, max(magnitude(f.x), magnitude(f.y))), max(magnitude(f.z), magnitude(f.w)));
+      for (int i = 0; i < 4; ++i) {
+        float4 f = next.x[i];
+        if (norm && there) {
+          const float4 w = next.norm[i];
+          f.x *= factor * w.x, f.y *= factor * w.y, f.z *= factor * w.z, f.w *= factor * w.w;
         }
+        v[4 * i] = f.x, v[4 * i + 1] = f.y, v[4 * i + 2] = f.z, v[4 * i + 3] = f.w;
+        most = max(max(most, max(magnitude(f.x), magnitude(f.y))), max(magnitude(f.z), magnitude(f.w)));
       }
+      next.read_x(from, unit + matvec_threads, n);
+      next.read_norm(norm, unit + matvec_threads, n);
       most = max(most, __shfl_xor_sync(0xffffffffu, most, 1));
       // Below 1e-30 the reciprocal would overflow; such a group counts as 0. NaN and infinity live on in the scale.
       const float greatest = __uint_as_float(most);
@@ -94,7 +140,12 @@ struct Plain {
 
   __device__ __forceinline__ Plain(uint8_t* shared, int n) : x(shared), plane((n + piece - 1) / piece * 16) {}
 
-  __device__ __forceinline__ void fill(const float* from, const float* norm, float factor, int n) const {
+  __device__ __forceinline__ void fill(const float* row, const float* norm, int n_row, int k_begin, int n, float eps,
+                                       float* partial) const {
+    wait_for_predecessor();
+    const float factor = norm ? inverse_rms<matvec_threads>(row, n_row, eps, partial) : 1.0f;
+    const float* from = row + k_begin;
+    if (norm) norm += k_begin;
     for (int i = threadIdx.x; i < plane / 16 * piece; i += matvec_threads) {
       float v = i < n ? from[i] : 0.0f;
       if (norm && i < n) v *= factor * __ldg(norm + i);

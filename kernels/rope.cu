@@ -51,11 +51,16 @@ extern "C" __global__ void finish_heads(const __grid_constant__ Heads h, float *
     int head = blockIdx.x * HEADS_A_BLOCK + warp, n_q = q_out ? h.n_head : 0;
     if (head < n_q) {
         int d = h.cache.d;
-        finish_head(h, row, h.q + token * (int64_t)h.q_stride + head * d, h.q_norm, token);
+        Head<LARGEST_HEAD / WARP> query;
+        query.read_norm(h, h.q_norm);
+        query.read(h, h.q + token * (int64_t)h.q_stride + head * d, token);
+        query.finish(h, row, h.q_norm);
         float *out = q_out + (token * (int64_t)h.n_head + head) * d;
         for (int i = lane; i < d; i += WARP) out[i] = row[i];
     } else if (head < n_q + h.cache.n_head_kv) {
-        store_key(h, row, token, head - n_q);
+        Head<LARGEST_HEAD / WARP> key;
+        key.read_norm(h, h.k_norm);
+        store_key(key, h, row, token, head - n_q);
     } else if (head < n_q + 2 * h.cache.n_head_kv) {
         store_value(h, token, head - n_q - h.cache.n_head_kv);
     }

@@ -37,7 +37,7 @@ struct MatvecArgs {
 };
 
 constexpr int matvec_partials = 2 * 128;  // floats of shared memory for sums on their way from lane to lane
-constexpr int matvec_stages = 3;          // at most
+constexpr int matvec_stages = 4;          // at most
 constexpr int matvec_barriers = 256;      // bytes of shared memory for the barriers of eight rings
 
 // --- tiles ---------------------------------------------------------------------------------------------------------

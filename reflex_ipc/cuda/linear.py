@@ -99,7 +99,7 @@ _STAGES = 2  # of a ring of matvec at most
 _PER_MULTIPROCESSOR = 2  # blocks of matvec at a time
 
 _MATRIX = Struct("<5Q2i")
-_MATVEC = Struct("<3Q7if7i4x")
+_MATVEC = Struct("<5Q7if8i")
 _MATMUL = Struct("<2Q6i")
 _ROWS = Struct("<4Q6if4x")
 _WIDEN = Struct("<3Q5i4x")
@@ -150,6 +150,15 @@ class Experts(NamedTuple):
     """Of one expert's matrix."""
 
 
+class Ahead(NamedTuple):
+    """What a later launch reads first: `size` bytes, a multiple of 16, at each of up to two addresses, 0 for none. A
+    product of one row asks the second-level cache for them while it waits for its x."""
+
+    first: int = 0
+    second: int = 0
+    size: int = 0
+
+
 class Call(NamedTuple):
     """One launch: what `Function.prepare` takes, but for the stream."""
 
@@ -183,7 +192,13 @@ def scratch_bytes(n: int, width: int, matrices: Sequence[Matrix], swiglu: bool =
 
 
 def linear(
-    limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: int = 0, *, swiglu: bool = False
+    limits: Limits,
+    x: Input,
+    matrices: Sequence[Matrix],
+    scratch: int = 0,
+    *,
+    swiglu: bool = False,
+    ahead: Ahead = Ahead(),
 ) -> list[Call]:
     """The launches of out = W x (+ bias) (+ residual) for every matrix, to be queued in this order.
 
@@ -199,7 +214,7 @@ def linear(
     calls: list[Call] = []
     if x.n == 1:
         for group in _groups(matrices):
-            calls += _matvec(limits, x, group, swiglu)
+            calls += _matvec(limits, x, group, swiglu, ahead=ahead)
         return calls
     floats = [m for m in matrices if m.type == "F32"]
     others = [m for m in matrices if m.type != "F32"]
@@ -247,6 +262,7 @@ def _matvec(
     swiglu: bool,
     experts: Experts | None = None,
     expert_stride: int = 0,
+    ahead: Ahead = Ahead(),
 ) -> list[Call]:
     kinds = sorted({m.type for m in matrices})
     kinds = list((_pair(kinds) if len(kinds) > 1 else None) or kinds)
@@ -278,6 +294,8 @@ def _matvec(
             x.address,
             x.norm,
             experts.ids if experts else 0,
+            ahead.first,
+            ahead.second,
             x.width,
             begin,
             n_in,
@@ -293,6 +311,7 @@ def _matvec(
             x_bytes,
             stages,
             max(FORMATS[kind].stage(min(32, 1 << log2)) for kind in kinds),
+            ahead.size,
         )
         if begin:  # on top of the columns before
             matrices = [m._replace(bias=0, residual=m.out) for m in matrices]

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 LARGEST_HEAD = 256
 MIN_SHARE = 32  # positions that make a block of decoding's attention worth its start
 MAX_SPLITS = 64
+AHEAD = 12 << 20
+"""Bytes of weights that are fetched into the second-level cache during decoding's attention, which leaves memory idle."""
 
 _CACHE = Struct("<QqiiiI")
 _HEADS = Struct("<7Q" + _CACHE.format[1:] + "7if")
@@ -100,6 +102,11 @@ class Lowering:
         self.multiprocessors = device.attribute(device.MULTIPROCESSORS)
         self.limits = linear.Limits(self.multiprocessors, device.attribute(device.SHARED_PER_BLOCK))
         self.is_dependent = self.is_passing = False
+        self._next = {  # by the name of a product of attention's output, what comes after it
+            product.name: after
+            for attention, product, after in zip(groups, groups[1:], groups[2:], strict=False)
+            if isinstance(attention.parts[-1], ops.Attention)
+        }
         self._last: dict[str, Launch] = {}
         self.can_depend = device.capability >= (9, 0) and not kernels.is_ptx
 
@@ -256,7 +263,17 @@ class Lowering:
     def _linear_add(self, group: "Group", shape: Shape) -> "Iterator[Launch]":
         product, addition = group.parts
         other = addition.b if addition.a == product.out else addition.a
-        return self._products([product], product.x, shape, out=addition.out, residual=other)
+        ahead = self._ahead(group) if self.is_dependent else linear.Ahead()
+        return self._products([product], product.x, shape, out=addition.out, residual=other, ahead=ahead)
+
+    def _ahead(self, group: "Group") -> linear.Ahead:
+        """What the products behind this one, if it is of attention's output, read first."""
+        after = self._next.get(group.name)
+        names = [op.weight for op in after.parts if isinstance(op, ops.Linear)][:2] if after else []
+        if not names:
+            return linear.Ahead()
+        size = min(AHEAD // len(names), *(self.plan.weights[name].nbytes for name in names)) // 16 * 16
+        return linear.Ahead(*[*map(self.weight, names), 0][:2], size)
 
     def _products(
         self,
@@ -268,6 +285,7 @@ class Lowering:
         out: "Value | None" = None,
         residual: "Value | None" = None,
         swiglu: bool = False,
+        ahead: linear.Ahead = linear.Ahead(),
     ) -> "Iterator[Launch]":
         m = self.rows(x, shape)
         if not m:
@@ -287,7 +305,7 @@ class Lowering:
         entry = linear.Input(
             self.at(x), m, x.width, x.width, self.weight(norm.weight) if norm else 0, norm.eps if norm else 0.0
         )
-        for call in linear.linear(self.limits, entry, matrices, self.places.scratch, swiglu=swiglu):
+        for call in linear.linear(self.limits, entry, matrices, self.places.scratch, swiglu=swiglu, ahead=ahead):
             yield self.launch(call.kernel, call.grid, call.block[0], call.arguments, call.shared)
 
     # Rotation and attention

@@ -21,6 +21,7 @@ struct MatvecArgs {
   const float* x;             // (rows of x, x_stride)
   const float* norm;          // (n_row) RMSNorm weight, or null: x as it is
   const float* expert_ids;    // (tokens, expert_stride), the first n_used of each are ids; or null
+  const uint8_t* ahead[2];    // not used
   int n_row;                  // elements of a row of W and of x
   int k_begin, n_in;          // the columns of this launch: [k_begin, k_begin + n_in)
   int x_stride;               // from a token's x to the next one's
@@ -33,6 +34,7 @@ struct MatvecArgs {
   int second;               // bit i: matrix i has the kernel's second format
   int x_bytes;              // of shared memory
   int stages, stage_bytes;  // of a warp's ring
+  int ahead_bytes;          // not used
   Matrix matrix[max_matrices];
 };
 

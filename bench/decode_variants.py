@@ -3,9 +3,9 @@
     python bench/decode_variants.py OUT                      in about 2 minutes
     python bench/decode_variants.py OUT --model FILE.gguf --limit 120
 
-A variant is an overlay of kernel sources (bench/variants/NAME), edits of them, and constants of reflex_ipc.cuda. Kernels
+A variant is an overlay of kernel sources (bench/variants), an edit of one, and constants of reflex_ipc.cuda. Kernels
 are compiled here, without those that decoding does not run; a variant's logits are compared with the first one's, and
-with its own of a second run, bit by bit. Prints tokens a second, then where a step's time goes: `alone` is a launch
+with its own of a second run, bit by bit. Prints where a step's time goes, then tokens a second: `alone` is a launch
 among its like (all layers, dependent launches, weights from memory), `in step` what the step loses without it.
 """
 
@@ -23,13 +23,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 
-import build
 import models
 import numpy as np
+from measure import ROOT
 
+import build
 from reflex_ipc import archs
 from reflex_ipc.cuda import executor as cuda
 from reflex_ipc.cuda import launch, linear, lower
@@ -277,7 +278,7 @@ def main() -> int:
     print(f"model: {time.monotonic() - began:.0f} s", flush=True)
     result: dict[str, Any] = {"variants": [], "tables": {}}
     loaded: list[Loaded] = []
-    reference, first = b"", None
+    first = None
     for variant in VARIANTS:
         entry: dict[str, Any] = {**variant._asdict(), "spills": libs[variant.overlay, variant.edit][1]}
         result["variants"].append(entry)

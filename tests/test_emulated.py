@@ -14,7 +14,7 @@ from reflex_ipc.cuda import executor as cuda
 from reflex_ipc.cuda import launch, linear
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.gguf import GGUF
-from reflex_ipc.plan import PARENT_NONE, Step
+from reflex_ipc.plan import PARENT_NONE, PARENT_STATE, Step
 from reflex_ipc.reference.executor import ReferenceExecutor
 from reflex_ipc.reference.ops import States
 from reflex_ipc.reference.weights import Weights
@@ -163,6 +163,12 @@ def test_scores_are_the_references(opened, name: str) -> None:
     for a, b in zip(got, wanted, strict=True):
         assert np.abs(np.subtract(a, b)).max() < 5e-3
     assert executor.n_past == 3
+    # Another tree of nearly that size takes the same launches; it gets other answers, and so does the first one again.
+    assert len(executor._shapes) <= 1
+    shorter = Step([9, 10, 12], [3, 4, 3], [PARENT_STATE, 0, PARENT_STATE], [1, 2], 0)
+    (first,), (second,) = executor.score(shorter, [[1], [2]])
+    assert [first, second] == pytest.approx([row[0] for row in reference.score(shorter, [[1], [2]])], abs=5e-3)
+    assert len(executor._shapes) == 1 and executor.n_past == 3
     for each in (executor, reference):
         each.forward(Step.text([20], 3, [0]))
     assert np.linalg.norm(executor.logits() - reference.logits()) <= BOUND * np.linalg.norm(reference.logits())

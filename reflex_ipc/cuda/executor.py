@@ -15,6 +15,7 @@ from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.driver import gib
 from reflex_ipc.cuda.fuse import alone, fused
 from reflex_ipc.cuda.launch import Kernels
+from reflex_ipc.cuda.linear import FEW
 from reflex_ipc.cuda.lower import Lowering
 from reflex_ipc.cuda.memory import ALIGNMENT, aligned
 from reflex_ipc.cuda.places import PAGE, CacheLayout, Places, Shape
@@ -51,8 +52,10 @@ LEAST_TOKENS = 64
 """Rows there is room for at least; more when a step has more."""
 REPORT_EVERY = 0.05  # seconds
 SCORE_THREADS = 512
-SHAPES = 8
+SHAPES = 16
 """Shapes of steps whose launches are kept."""
+ROUNDED = 8
+"""Tokens of a short step that is scored, and rows of it, come in multiples of this."""
 
 
 class Weights:
@@ -171,6 +174,7 @@ class CudaExecutor:
         self._inputs: Memory | None = None
         self._tree: Memory | None = None
         self._branches: Memory | None = None
+        self._scored: Memory | None = None
         self._shapes: dict[tuple[int, int, bool, int], list[Launch]] = {}
         self._graphs: dict[tuple[int, str], GraphExec] = {}
         self._lowering = Lowering(
@@ -434,22 +438,19 @@ class CudaExecutor:
     # Scoring
 
     def score(self, step: Step, targets: "Sequence[Sequence[int]]") -> list[list[float]]:
-        self.forward(step)
         n_targets = sum(map(len, targets))
         first = [0]
         for row in targets:
             first.append(first[-1] + len(row))
         words = Struct(f"<{len(first)}i{n_targets}i").pack(*first, *(token for row in targets for token in row))
-        memory = self._dev().allocate(len(words) + 4 * n_targets, "log-probabilities")
-        try:
-            self._stream.to_device(memory.address, words)
-            out = memory.address + len(words)
-            arguments = out, self._logits(0), memory.address, memory.address + 4 * len(first), self.plan.n_vocab
-            function = self._kernels.function("score_rows")
-            function.prepare((len(targets), 1, 1), (SCORE_THREADS, 1, 1), arguments, self._stream)()
-            values = Struct(f"<{n_targets}f").unpack(self._stream.read(out, 4 * n_targets))
-        finally:
-            memory.close()
+        self._scored = self._room(self._scored, len(words) + 4 * n_targets, "log-probabilities")
+        self.forward(_rounded(step))
+        at, out = self._scored.address, self._scored.address + len(words)
+        self._stream.to_device(at, words)
+        arguments = out, self._logits(0), at, at + 4 * len(first), self.plan.n_vocab
+        function = self._kernels.function("score_rows")
+        function.prepare((len(targets), 1, 1), (SCORE_THREADS, 1, 1), arguments, self._stream)()
+        values = Struct(f"<{n_targets}f").unpack(self._stream.read(out, 4 * n_targets))
         return [list(values[start:stop]) for start, stop in pairwise(first)]
 
     def step_limit(self, n_past: int) -> int:
@@ -523,6 +524,22 @@ def _stamp_driver(times: "Mapping[str, float]") -> None:
     begin, driver, context = (int(times[name] * 1e9) for name in ("begin", "driver", "context"))
     stamp("driver", begin, at=driver, track="driver")
     stamp("context", driver, at=context, track="driver")
+
+
+def _rounded(step: Step) -> Step:
+    """A short step with tokens that nothing sees, and its last row again, up to multiples of ROUNDED: the same launches
+    then serve it whatever its length. Making them takes milliseconds, the tokens nothing, as products take 8 at a time.
+    """
+    n, more = len(step.tokens), -len(step.tokens) % ROUNDED
+    if n > FEW or not step.rows:
+        return step
+    return Step(
+        [*step.tokens, *[0] * more],
+        [*step.positions, *[0] * more],
+        [*step.parents, *[PARENT_NONE] * more],
+        [*step.rows, *[step.rows[-1]] * (-len(step.rows) % ROUNDED)],
+        step.n_keep,
+    )
 
 
 def _mask(step: Step) -> bytes:

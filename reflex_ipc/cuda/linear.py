@@ -151,12 +151,12 @@ class Experts(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """What a later launch reads first: `size` bytes, a multiple of 16, at each of up to two addresses, 0 for none. A
+    """What a later launch reads first: `size` bytes, a multiple of 16, at each of two addresses, or at one and 0. A
     product of one row asks the second-level cache for them while it waits for its x."""
 
-    first: int = 0
-    second: int = 0
-    size: int = 0
+    first: int
+    second: int
+    size: int
 
 
 class Call(NamedTuple):
@@ -198,7 +198,7 @@ def linear(
     scratch: int = 0,
     *,
     swiglu: bool = False,
-    ahead: Ahead = Ahead(),
+    ahead: Ahead | None = None,
 ) -> list[Call]:
     """The launches of out = W x (+ bias) (+ residual) for every matrix, to be queued in this order.
 
@@ -262,7 +262,7 @@ def _matvec(
     swiglu: bool,
     experts: Experts | None = None,
     expert_stride: int = 0,
-    ahead: Ahead = Ahead(),
+    ahead: Ahead | None = None,
 ) -> list[Call]:
     kinds = sorted({m.type for m in matrices})
     kinds = list((_pair(kinds) if len(kinds) > 1 else None) or kinds)
@@ -294,8 +294,8 @@ def _matvec(
             x.address,
             x.norm,
             experts.ids if experts else 0,
-            ahead.first,
-            ahead.second,
+            ahead.first if ahead else 0,
+            ahead.second if ahead else 0,
             x.width,
             begin,
             n_in,
@@ -311,7 +311,7 @@ def _matvec(
             x_bytes,
             stages,
             max(FORMATS[kind].stage(min(32, 1 << log2)) for kind in kinds),
-            ahead.size,
+            ahead.size if ahead else 0,
         )
         if begin:  # on top of the columns before
             matrices = [m._replace(bias=0, residual=m.out) for m in matrices]

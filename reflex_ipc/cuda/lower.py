@@ -28,7 +28,7 @@ LARGEST_HEAD = 256
 MIN_SHARE = 32  # positions that make a block of decoding's attention worth its start
 MAX_SPLITS = 64
 AHEAD = 12 << 20
-"""Bytes of weights that are fetched into the second-level cache during decoding's attention, which leaves memory idle."""
+"""Bytes of weights that go into the second-level cache during decoding's attention, which leaves memory idle."""
 
 _CACHE = Struct("<QqiiiI")
 _HEADS = Struct("<7Q" + _CACHE.format[1:] + "7if")
@@ -263,17 +263,18 @@ class Lowering:
     def _linear_add(self, group: "Group", shape: Shape) -> "Iterator[Launch]":
         product, addition = group.parts
         other = addition.b if addition.a == product.out else addition.a
-        ahead = self._ahead(group) if self.is_dependent else linear.Ahead()
+        ahead = self._ahead(group) if self.is_dependent else None
         return self._products([product], product.x, shape, out=addition.out, residual=other, ahead=ahead)
 
-    def _ahead(self, group: "Group") -> linear.Ahead:
+    def _ahead(self, group: "Group") -> linear.Ahead | None:
         """What the products behind this one, if it is of attention's output, read first."""
         after = self._next.get(group.name)
         names = [op.weight for op in after.parts if isinstance(op, ops.Linear)][:2] if after else []
         if not names:
-            return linear.Ahead()
+            return None
         size = min(AHEAD // len(names), *(self.plan.weights[name].nbytes for name in names)) // 16 * 16
-        return linear.Ahead(*[*map(self.weight, names), 0][:2], size)
+        first, second = (*map(self.weight, names), 0)[:2]
+        return linear.Ahead(first, second, size)
 
     def _products(
         self,
@@ -285,7 +286,7 @@ class Lowering:
         out: "Value | None" = None,
         residual: "Value | None" = None,
         swiglu: bool = False,
-        ahead: linear.Ahead = linear.Ahead(),
+        ahead: linear.Ahead | None = None,
     ) -> "Iterator[Launch]":
         m = self.rows(x, shape)
         if not m:

@@ -27,7 +27,7 @@ def naive_linear(
     swiglu: bool = False,
     experts: linear.Experts | None = None,
     per_expert: bool = False,
-    ahead: linear.Ahead = linear.Ahead(),
+    ahead: linear.Ahead | None = None,
 ) -> list[linear.Call]:
     """In place of `linear.linear`: one launch of one thread."""
     ids, stride, n_used, size = experts or (0, 0, 1, 0)

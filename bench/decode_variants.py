@@ -79,6 +79,7 @@ VARIANTS = (
     Variant("3 stages, share 64", stages=3, share=64),
     Variant("3 stages, share 128", stages=3, share=128),
     Variant("3 stages, share 256", stages=3, share=256),
+    Variant("1 block, 4 stages", blocks=1, stages=4),
     Variant("80 registers, 2 stages", edit=THIRD_BLOCK),
     Variant("80 registers, 3 stages", edit=THIRD_BLOCK, stages=3),
     Variant("80 registers, 3 blocks", edit=THIRD_BLOCK, blocks=3),

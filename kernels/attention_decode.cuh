@@ -105,6 +105,7 @@ __device__ __forceinline__ void attend(const Decode &a) {
         }
     };
 
+    let_successor_start();
     // What need not wait: the number of tokens changes between steps only, and all rows but the newest were there before.
     int known = min(end, n - 1);
     read_keys(begin, known);

@@ -9,10 +9,17 @@
 
 constexpr int WARP = 32;
 
-// The successor may be scheduled now, for it waits itself; from here on the predecessor's results are complete.
-__device__ __forceinline__ void wait_for_predecessor() {
+// The successor may be scheduled now, for it waits itself.
+__device__ __forceinline__ void let_successor_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// And from here on the predecessor's results are complete.
+__device__ __forceinline__ void wait_for_predecessor() {
+    let_successor_start();
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }

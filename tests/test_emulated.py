@@ -163,7 +163,7 @@ def test_scores_are_the_references(opened, name: str) -> None:
     for a, b in zip(got, wanted, strict=True):
         assert np.abs(np.subtract(a, b)).max() < 5e-3
     assert executor.n_past == 3
-    # Another tree of nearly that size takes the same launches; it gets other answers, and so does the first one again.
+    # Another tree of nearly that size takes the same launches, to its own answers.
     assert len(executor._shapes) <= 1
     shorter = Step([9, 10, 12], [3, 4, 3], [PARENT_STATE, 0, PARENT_STATE], [1, 2], 0)
     (first,), (second,) = executor.score(shorter, [[1], [2]])

@@ -445,6 +445,7 @@ class CudaExecutor:
         words = Struct(f"<{len(first)}i{n_targets}i").pack(*first, *(token for row in targets for token in row))
         self._scored = self._room(self._scored, len(words) + 4 * n_targets, "log-probabilities")
         self.forward(_rounded(step))
+        self._shape = Shape(len(step.tokens), len(step.rows))
         at, out = self._scored.address, self._scored.address + len(words)
         self._stream.to_device(at, words)
         arguments = out, self._logits(0), at, at + 4 * len(first), self.plan.n_vocab

@@ -183,21 +183,21 @@ def run(device: Device, gguf: GGUF, plan: Plan, prompts: Sequence[int], n: int) 
         for name, t in plan.weights.items()
         if name not in experts
     ]
-    memory = device.allocate(weights.size, "weights")
+    base = device.allocate(weights.size, "weights").address - weights.start
     mailbox = device.pinned(4 * max(prompts) * found[0].n_used, "ids")
     slab = max(piece[2] for layer in found for slabs in layer.slabs for piece in slabs)
     rows: list[dict[str, Any]] = []
-    with Readers(device, memory.address, 4 * slab, max(1, min(THREADS, usable_cpus()))) as readers:
-        everything = [upload(device, memory.address, weights.groups) for _ in range(n)]
-        rest = [upload(device, memory.address, [(0, shared)]) for _ in range(n)]
+    with Readers(device, base, 4 * slab, max(1, min(THREADS, usable_cpus()))) as readers:
+        everything = [upload(device, base, weights.groups) for _ in range(n)]
+        rest = [upload(device, base, [(0, shared)]) for _ in range(n)]
         size = total([pieces for _, pieces in weights.groups])
         rows.append({"what": "everything", "bytes": size, "seconds": everything})
         rows.append({"what": "all but experts", "bytes": total([shared]), "seconds": rest})
         rate = size / summary(everything).median
         for n_tokens in prompts:
             choices = [choose(found, n_tokens, seed) for seed in range(n)]
-            trips = [chain(device, chosen, None, memory.address, mailbox) for chosen in choices]
-            chains = [chain(device, chosen, readers, memory.address, mailbox) for chosen in choices]
+            trips = [chain(device, chosen, None, base, mailbox) for chosen in choices]
+            chains = [chain(device, chosen, readers, base, mailbox) for chosen in choices]
             moved = sum(map(total, choices)) / n
             rows.append({
                 "what": f"chain, {n_tokens} tokens",

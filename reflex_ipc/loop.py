@@ -10,6 +10,7 @@ read and written only after `poll`, never more than PIPE_BUF at once, which a re
 
 import contextlib
 import fcntl
+import gc
 import os
 import select
 import signal
@@ -181,6 +182,7 @@ class Loop:
                 return self._fail(Error(None, known.code, str(known), exit_code=known.exit_code))
             with self._engine:
                 self._ready = Ready(self._engine.info(), self._engine.timings)
+                gc.enable()  # __main__ turned it off
                 for channel in self._channels:
                     if channel.session.state is State.LOADING:
                         channel.session.loaded(self._ready)

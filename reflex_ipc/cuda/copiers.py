@@ -5,9 +5,11 @@ import ctypes
 import mmap
 import os
 import struct
+import time
 
 from reflex_ipc.cuda.driver import gib
 from reflex_ipc.cuda.memory import aligned
+from reflex_ipc.cuda.native import early_times
 from reflex_ipc.errors import ModelFileError, OutOfMemoryError, ReflexError
 
 TYPE_CHECKING = False
@@ -71,6 +73,8 @@ class NativeCopier(Copier):
         if not self._handle:
             raise OutOfMemoryError(f"no memory or threads for {threads} x {buffers} buffers of {chunk} bytes")
         self._device: Device | None = None
+        self.began = time.monotonic_ns()
+        """When the threads were started."""
 
     def order(self, chunks: "Sequence[Chunk]", groups: int, read_ahead: bool) -> None:
         packed = b"".join([_CHUNK.pack(*chunk) for chunk in chunks])
@@ -133,6 +137,7 @@ class EarlyCopier(NativeCopier):
         self._device = None
         self._is_taken = False
         self._base = 0
+        self.began = round(early_times(library)["begun"] * 1e9)
 
     def base(self) -> int:
         """Take over the threads, and the memory of the device at this address: the file's copy from its first byte on.

@@ -63,7 +63,6 @@ class Upload(Resource):
         """How it was done: way, threads, buffers, chunk, cores, cache ("warm", "cold", "unknown"), bytes; and the
         CLOCK_MONOTONIC seconds "started" and "done"."""
         self._attached = False
-        self._began = time.monotonic_ns()
         self._size = size
         self._cores = cores or usable_cpus()
         self._native = native.load(lib)
@@ -121,9 +120,10 @@ class Upload(Resource):
     def stamp(self) -> None:
         """Stamp when the ring of page-locked buffers was ready, where there is one."""
         if isinstance(self._copier, NativeCopier):
+            began = self._copier.began
             for name, at in zip(("ring touched", "ring locked"), self._copier.ring(), strict=True):
                 if at:
-                    stamp(name, min(self._began, at), at=at, track="upload")
+                    stamp(name, began, at=at, track="upload")
 
     def join(self) -> None:
         """Wait until every byte is on the device."""

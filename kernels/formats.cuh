@@ -1,6 +1,7 @@
 // The kernels of one weight format; linear_*.cu are lists of these, so that a start loads only the formats it needs.
 #pragma once
 
+#include "grouped.cuh"
 #include "matmul.cuh"
 #include "matvec.cuh"
 
@@ -10,4 +11,5 @@
   REFLEX_MATMUL(mma_##NAME##_16, FORMAT, 16)   \
   REFLEX_MATMUL(mma_##NAME##_32, FORMAT, 32)   \
   REFLEX_MATMUL(mma_##NAME##_64, FORMAT, 64)   \
-  REFLEX_WIDEN(widen_##NAME, FORMAT)
+  REFLEX_WIDEN(widen_##NAME, FORMAT)           \
+  REFLEX_GROUPED(grouped_##NAME, FORMAT)

@@ -119,9 +119,7 @@ def test_exact_rows_with_norm_bias_and_residual(run, swiglu):
         at, bias = room(raw), room(rng.standard_normal(n_out).astype(np.float32), np.float32)
         out = room(residual, np.float32)
         keep.append((at, bias, out))
-        matrices.append(
-            Matrix(name, at.ctypes.data, n_out, out.ctypes.data, n_out, bias.ctypes.data, out.ctypes.data)
-        )
+        matrices.append(Matrix(name, at.ctypes.data, n_out, out.ctypes.data, n_out, bias.ctypes.data, out.ctypes.data))
         terms = bias**2 if swiglu else bias**2 + residual.astype(np.float64) ** 2
         sides.append((wide @ w.T + bias, np.sqrt((wide**2) @ (w**2).T + terms)))
     scratch = room(np.full(linear.scratch_bytes(m, n_in, matrices, swiglu, exact=True), 0xFF, np.uint8))

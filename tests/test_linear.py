@@ -24,7 +24,14 @@ def defined():
         names.update(re.findall(r'extern "C" __global__ void __launch_bounds__\([^()]*\)\s+(\w+)\(', text))
         names.update(re.findall(r"REFLEX_MATVEC\((\w+),", text))
         for kind in re.findall(r"REFLEX_FORMAT\((\w+),", text):
-            names.update([f"matvec_{kind}", f"widen_{kind}", f"grouped_{kind}", *(f"mma_{kind}_{width}" for width in linear.WIDTHS)])
+            names.update(
+                [
+                    f"matvec_{kind}",
+                    f"widen_{kind}",
+                    f"grouped_{kind}",
+                    *(f"mma_{kind}_{width}" for width in linear.WIDTHS),
+                ]
+            )
     return names
 
 
@@ -115,7 +122,7 @@ def test_experts_get_a_grid_row_each():
 
 @pytest.mark.parametrize("per_expert", [False, True])
 def test_experts_of_many_tokens_share_weights(per_expert):
-    """One launch for all experts, whatever the router says; scratch holds what lies in it, at any smaller number too."""
+    """One launch for all experts, whatever the router says; scratch holds it all, fewer tokens too."""
     experts = Experts(1 << 13, 16, 8, 1 << 16, 128)
     size = linear.expert_scratch_bytes(512, 768, "Q4_K", experts, per_expert=per_expert)
     for n in (32, 100, 512):

@@ -88,8 +88,8 @@ FEW = 64
 """Up to so many rows weights are dequantised on the way; above, into scratch."""
 
 REPEATED = 16
-"""Up to so many rows that must be exact are multiplied one by one: what `matvec` reads of a weight for the second row is
-in the cache, and two planes of halves are eight times as many bytes."""
+"""Up to so many rows that must be exact are multiplied one by one: what `matvec` reads of a weight for the second row
+is in the cache, and two planes of halves are eight times as many bytes."""
 
 _WARPS = 8
 _THREADS = 32 * _WARPS
@@ -175,9 +175,7 @@ def fusible(types: Sequence[str]) -> bool:
     return len(types) <= MAX_MATRICES and (len(kinds) == 1 or (len(kinds) == 2 and _pair(kinds) is not None))
 
 
-def scratch_bytes(
-    n: int, width: int, matrices: Sequence[Matrix], swiglu: bool = False, *, exact: bool = False
-) -> int:
+def scratch_bytes(n: int, width: int, matrices: Sequence[Matrix], swiglu: bool = False, *, exact: bool = False) -> int:
     """What `linear` needs for n rows of this width and these matrices; it does not shrink as n grows."""
     need = 0
     for matrix in matrices:
@@ -371,9 +369,7 @@ def _matrices(matrices: Sequence[Matrix], expert_bytes: int = 0) -> bytes:
 # --- more rows --------------------------------------------------------------------------------------------------------
 
 
-def _split(
-    tiles: Sequence[tuple[int, int]], n_slices: int, capacity: int, warps_log2: int = 3
-) -> tuple[int, int]:
+def _split(tiles: Sequence[tuple[int, int]], n_slices: int, capacity: int, warps_log2: int = 3) -> tuple[int, int]:
     """(log2 of the warps that share a tile, blocks) that finish first; as `_lanes`, a warp at a time."""
     best = (0.0, 0, 0)
     for log2 in range(warps_log2 + 1):
@@ -542,9 +538,7 @@ class _Grouping:
         return kind != "F32" and n > 1 and n * experts.n_used >= 2 * experts.n_expert
 
 
-def _grouped(
-    limits: Limits, x: Input, matrix: Matrix, experts: Experts, scratch: int, per_expert: bool
-) -> list[Call]:
+def _grouped(limits: Limits, x: Input, matrix: Matrix, experts: Experts, scratch: int, per_expert: bool) -> list[Call]:
     g = _Grouping(scratch, x.n, x.width, experts, per_expert)
     arguments = _GROUPING.pack(
         *(g.expert, g.places, experts.ids, experts.stride, experts.n_used, g.slots, experts.n_expert, _SLOTS, g.n_tiles)

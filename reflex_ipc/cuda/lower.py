@@ -139,7 +139,11 @@ class Lowering:
                     linear.Matrix(self.plan.weights[op.weight].type.name, 0, op.out.width, 0, op.out.width)
                     for op in products
                 ]
-                sizes.append(linear.scratch_bytes(n, products[0].x.width, matrices, group.kind == "swiglu", exact=self._is_exact(products)))
+                sizes.append(
+                    linear.scratch_bytes(
+                        n, products[0].x.width, matrices, group.kind == "swiglu", exact=self._is_exact(products)
+                    )
+                )
         return max(sizes)
 
     # Launches

@@ -59,9 +59,11 @@ def library(kernels_txt: Path, names: tuple[str, ...] = FILES) -> Path:
     footer = 'extern "C" void emulator_kernel(const char *, const int *, int);'
     names = tuple(n for n in names if f"{n}.cu" in texts)
     for name in names:
-        text = texts[f"{name}.cu"].replace(
-            "extern __shared__ int4 memory[];", "int4 *memory = (int4 *)emulated_shared;"
-        ).replace("extern __shared__ __align__(128) uint8_t shared[];", "uint8_t *shared = emulated_shared;")
+        text = (
+            texts[f"{name}.cu"]
+            .replace("extern __shared__ int4 memory[];", "int4 *memory = (int4 *)emulated_shared;")
+            .replace("extern __shared__ __align__(128) uint8_t shared[];", "uint8_t *shared = emulated_shared;")
+        )
         registrations = []
         for line in lines:
             kernel, file, *parameters = line.split(" ")

@@ -23,15 +23,9 @@ def defined():
         text = path.read_text()
         names.update(re.findall(r'extern "C" __global__ void __launch_bounds__\([^()]*\)\s+(\w+)\(', text))
         names.update(re.findall(r"REFLEX_MATVEC\((\w+),", text))
-        for kind in re.findall(r"REFLEX_FORMAT\((\w+),", text):
-            names.update(
-                [
-                    f"matvec_{kind}",
-                    f"widen_{kind}",
-                    f"grouped_{kind}",
-                    *(f"mma_{kind}_{width}" for width in linear.WIDTHS),
-                ]
-            )
+        names.update(f"grouped_{kind}" for kind in re.findall(r"REFLEX_FORMAT\((\w+),", text))
+        for kind in re.findall(r"REFLEX_(?:DENSE_)?FORMAT\((\w+),", text):
+            names.update([f"matvec_{kind}", f"widen_{kind}", *(f"mma_{kind}_{width}" for width in linear.WIDTHS)])
     return names
 
 
@@ -141,6 +135,14 @@ def test_experts_of_many_tokens_share_weights(per_expert):
             assert all(start == s or start + length <= s or s + m <= start for s, m in used)
     few = linear.expert_linear(LARGE, x._replace(n=31), matrix("Q4_K"), experts, SCRATCH, per_expert=per_expert)
     assert [call.kernel for call in few] == ["matvec_q4_k"]
+
+
+@pytest.mark.parametrize("kind", linear.FORMATS)
+def test_every_type_of_experts_has_kernels(kind):
+    experts = Experts(1 << 13, 16, 8, 1 << 16, 128)
+    x = Input(1 << 10, 100, 768, 768)
+    *_, call = linear.expert_linear(LARGE, x, matrix(kind), experts, SCRATCH, per_expert=False)
+    assert call.kernel in defined()
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_K"])

@@ -103,6 +103,7 @@ _STAGES = 2  # of a ring of matvec at most
 _PER_MULTIPROCESSOR = 2  # blocks of matvec at a time
 _SLOTS = 32  # of an expert that are multiplied at once
 _GROUPED_WARPS = 4
+_DENSE = ("F32", "Q1_0", "Q2_0", "TQ1_0", "TQ2_0")  # types whose experts are not grouped: no model has any
 
 _MATRIX = Struct("<5Q2i")
 _MATVEC = Struct("<3Q7if7i4x")
@@ -535,7 +536,7 @@ class _Grouping:
     @staticmethod
     def pays(n: int, experts: Experts, kind: str) -> bool:
         """Where an expert has two tokens or more, on average."""
-        return kind != "F32" and n > 1 and n * experts.n_used >= 2 * experts.n_expert
+        return kind not in _DENSE and n > 1 and n * experts.n_used >= 2 * experts.n_expert
 
 
 def _grouped(limits: Limits, x: Input, matrix: Matrix, experts: Experts, scratch: int, per_expert: bool) -> list[Call]:

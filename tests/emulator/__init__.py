@@ -30,7 +30,7 @@ def naive_linear(
     per_expert: bool = False,
 ) -> list[linear.Call]:
     """In place of `linear.linear`: one launch of one thread."""
-    ids, stride, n_used, size = experts or (0, 0, 1, 0)
+    ids, stride, n_used, size, _ = experts or (0, 0, 1, 0, 1)
     data = _NAIVE.pack(
         x.address, x.norm, ids, x.n, x.width, x.stride, len(matrices), swiglu, n_used, stride, per_expert, x.eps, 0
     )

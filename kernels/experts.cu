@@ -1,4 +1,4 @@
-// Routing to experts, and the weighted sum of what they computed.
+// Routing to experts, their tokens put together, and the weighted sum of what they computed.
 #include <math_constants.h>
 
 #include "block.cuh"
@@ -94,6 +94,54 @@ extern "C" __global__ void route(const __grid_constant__ Route a) {
     }
     float factor = a.normalise ? a.scale / (sum + 1e-20f) : a.scale;
     for (int used = threadIdx.x; used < a.n_used; used += WARP) out[a.n_used + used] *= factor;
+}
+
+struct Grouping {
+    int *expert;       // of each tile, -1 for those that nobody needed
+    int *slots;        // (n_tiles, width): slot t * n_used + k of a token's k-th choice, -1 where a tile is not full
+    const float *ids;  // of token t from ids[t * stride] on
+    int stride, n_used, n_slots, n_expert;
+    int width, n_tiles;
+};
+
+// Slots sorted by expert, each expert's padded to whole tiles, for grouped.cuh. Which of an expert's places a slot gets
+// depends on timing, what is computed for it does not. One block of 1024 threads; shared: 2 n_expert ints.
+extern "C" __global__ void __launch_bounds__(1024) group_experts(const __grid_constant__ Grouping a) {
+    extern __shared__ int4 memory[];
+    int *counts = (int *)memory, *next = counts + a.n_expert;
+    for (int e = threadIdx.x; e < a.n_expert; e += blockDim.x) counts[e] = 0;
+    __syncthreads();
+    wait_for_predecessor();
+    auto expert_of = [&](int slot) {
+        int id = int(a.ids[slot / a.n_used * (int64_t)a.stride + slot % a.n_used]);
+        return id >= 0 && id < a.n_expert ? id : 0;
+    };
+    for (int slot = threadIdx.x; slot < a.n_slots; slot += blockDim.x) atomicAdd(&counts[expert_of(slot)], 1);
+    __syncthreads();
+    if (threadIdx.x < WARP) {  // next = tiles of the experts before
+        int before = 0;
+        for (int start = 0; start < a.n_expert; start += WARP) {
+            int e = start + threadIdx.x, tiles = e < a.n_expert ? (counts[e] + a.width - 1) / a.width : 0, sum = tiles;
+#pragma unroll
+            for (int lanes = 1; lanes < WARP; lanes *= 2) {
+                int other = __shfl_up_sync(~0u, sum, lanes);
+                if (threadIdx.x >= lanes) sum += other;
+            }
+            if (e < a.n_expert) next[e] = before + sum - tiles;
+            before += __shfl_sync(~0u, sum, WARP - 1);
+        }
+        for (int tile = before + threadIdx.x; tile < a.n_tiles; tile += WARP) a.expert[tile] = -1;
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < a.n_expert; e += blockDim.x) {
+        int tile = next[e], end = tile + (counts[e] + a.width - 1) / a.width;
+        for (int i = tile * a.width + counts[e]; i < end * a.width; i++) a.slots[i] = -1;
+        next[e] = tile * a.width;
+        for (; tile < end; tile++) a.expert[tile] = e;
+    }
+    __syncthreads();
+    for (int slot = threadIdx.x; slot < a.n_slots; slot += blockDim.x)
+        a.slots[atomicAdd(&next[expert_of(slot)], 1)] = slot;
 }
 
 // out (T, width) = sum over a token's experts of weight_k x_k; x (T, n_used * width), routes (T, 2 n_used). Any grid.

@@ -1,13 +1,19 @@
 // The kernels of one weight format; linear_*.cu are lists of these, so that a start loads only the formats it needs.
 #pragma once
 
+#include "grouped.cuh"
 #include "matmul.cuh"
 #include "matvec.cuh"
 
-#define REFLEX_FORMAT(NAME, FORMAT)            \
+// Of types that no model has experts in.
+#define REFLEX_DENSE_FORMAT(NAME, FORMAT)      \
   REFLEX_MATVEC(matvec_##NAME, FORMAT, FORMAT) \
   REFLEX_MATMUL(mma_##NAME##_8, FORMAT, 8)     \
   REFLEX_MATMUL(mma_##NAME##_16, FORMAT, 16)   \
   REFLEX_MATMUL(mma_##NAME##_32, FORMAT, 32)   \
   REFLEX_MATMUL(mma_##NAME##_64, FORMAT, 64)   \
   REFLEX_WIDEN(widen_##NAME, FORMAT)
+
+#define REFLEX_FORMAT(NAME, FORMAT) \
+  REFLEX_DENSE_FORMAT(NAME, FORMAT) \
+  REFLEX_GROUPED(grouped_##NAME, FORMAT)

@@ -5,6 +5,8 @@
 // result in steps of 64 columns, `stages` of which are in shared memory; its 8 warps have 64 x 32 each, or 16 x 128
 // where groups of four multiply straight from shared memory (sm_90a). In shared memory a row is 128 bytes, 8 chunks of
 // 16, chunk c of row r at place c ^ (r % 8): neither copies nor matrix loads meet in a bank.
+// Where half precision is too little, x has a second plane with what its halves lost behind each row, and so has W if it
+// was quantised: the sums then run over the columns of x W, of (rest of x) W, and of x (rest of W) (`planes` 2 or 3).
 // SwiGLU: rows 2 i and 2 i + 1 of W are row i of gate and of up; a lane has both sums of a pair.
 // Launch: 256 threads, grid (ceil(m / 128), ceil(n / 128)), dynamic shared memory stages * 32768 bytes and, on sm_90a,
 // 1024 more. k and both strides multiples of 8, rows 16-byte aligned.
@@ -28,6 +30,7 @@ struct GemmArgs {
   int m, n, k;
   int x_stride, w_stride, out_stride;
   int stages, swiglu;
+  int planes;  // 1, 2, 3
 };
 
 constexpr int gemm_threads = 256;
@@ -119,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(gemm_threads, 2) gemm_half(const __
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int m0 = blockIdx.x * gemm_tile, n0 = blockIdx.y * gemm_tile;  // neighbours share W
   const int warp_m = part_rows == 1 ? warp * 16 : warp / 4 * 64, warp_n = part_rows == 1 ? 0 : warp % 4 * 32;
-  const int n_steps = (args.k + gemm_step - 1) / gemm_step;
+  const int a_plane = (args.k + gemm_step - 1) / gemm_step, n_steps = args.planes * a_plane;
   wait_for_predecessor();
 
   // A thread copies chunk threadIdx.x % 8 of rows threadIdx.x / 8 + 32 i of both tiles.
@@ -128,15 +131,18 @@ extern "C" __global__ void __launch_bounds__(gemm_threads, 2) gemm_half(const __
   const uint16_t* w = static_cast<const uint16_t*>(args.w) + 8 * copy_chunk;
   auto copy = [&](int step, int stage) {
     const uint32_t to = base + stage * gemm_stage;
-    const int column = step * gemm_step;
+    const int plane = (step >= a_plane) + (step >= 2 * a_plane);
+    const int column = (step - plane * a_plane) * gemm_step;
+    const int x_column = column + (plane == 1 ? args.x_stride / 2 : 0);
+    const int w_column = column + (plane == 2 ? args.w_stride / 2 : 0);
     const bool inside = step < n_steps && column + 8 * copy_chunk < args.k;
 #pragma unroll
     for (int i = 0; i < gemm_tile / 32; ++i) {
       const int row = copy_row + 32 * i;
       const int m = min(m0 + row, args.m - 1), n = min(n0 + row, args.n - 1);
-      copy16(to + place(row, copy_chunk), x + (inside ? (size_t)m * args.x_stride + column : 0),
+      copy16(to + place(row, copy_chunk), x + (inside ? (size_t)m * args.x_stride + x_column : 0),
              inside && m0 + row < args.m);
-      copy16(to + gemm_tile * 128 + place(row, copy_chunk), w + (inside ? (size_t)n * args.w_stride + column : 0),
+      copy16(to + gemm_tile * 128 + place(row, copy_chunk), w + (inside ? (size_t)n * args.w_stride + w_column : 0),
              inside && n0 + row < args.n);
     }
     commit_copies();

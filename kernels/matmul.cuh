@@ -167,14 +167,16 @@ __device__ __forceinline__ void matmul(const MatmulArgs& args) {
 }
 
 // W as halves for gemm_half: row r goes to row r * row_step + row_first, divided by a power of two that bounds it,
-// zeros up to `stride`. Launch: 256 threads, a warp a row.
+// zeros up to `stride`. With two planes what the halves lose follows behind each row, as halves again. Launch: 256
+// threads, a warp a row.
 struct WidenArgs {
   const uint8_t* weight;
-  uint4* out;    // halves (.., stride)
+  uint4* out;    // halves (.., planes, stride)
   float* scale;  // (..): the powers of two
   int n_out, n_in;
   int stride;  // halves, a multiple of 256
   int row_step, row_first;
+  int planes;
 };
 
 template <class Format>
@@ -209,7 +211,6 @@ __device__ __forceinline__ void widen(const WidenArgs& args) {
   }
   if (lane == 0) args.scale[to] = power;
   const float inverse = reciprocal_of_power(power);
-  uint4* out = args.out + (size_t)to * (args.stride / 8);
   // 32 pieces are neighbours: through shared memory, so that a warp writes them in order. Pairs of a row's 8-element
   // units are put in places that do not meet in a bank.
   constexpr int units = 2 * W::runs * 32;
@@ -217,30 +218,42 @@ __device__ __forceinline__ void widen(const WidenArgs& args) {
   uint4* mine = staged[threadIdx.x / 32];
   auto place = [](int unit) { return unit ^ (unit >> 3 & 7); };
 #pragma unroll 1
-  for (int base = 0; base < n_pieces; base += 32) {
-    const int piece = base + lane;
-    typename W::Raw raw = {};
-    if (piece < n_pieces) raw = fetch(piece);
-    typename W::Parts parts;
-    W::unpack(raw, piece % W::block_pieces, parts);
+  for (int plane = 0; plane < args.planes; ++plane) {
+    uint4* out = args.out + ((size_t)to * args.planes + plane) * (args.stride / 8);
+#pragma unroll 1
+    for (int base = 0; base < n_pieces; base += 32) {
+      const int piece = base + lane;
+      typename W::Raw raw = {};
+      if (piece < n_pieces) raw = fetch(piece);
+      typename W::Parts parts;
+      W::unpack(raw, piece % W::block_pieces, parts);
 #pragma unroll
-    for (int k = 0; k < W::runs; ++k) {
-      uint32_t h[8];
-      W::to_half(parts, k, inverse, h);
-      const int unit = (lane / W::block_pieces * W::block_elements + W::position(lane % W::block_pieces, k)) / 8;
-      mine[place(unit)] = make_uint4(h[0], h[1], h[2], h[3]);
-      mine[place(unit + 1)] = make_uint4(h[4], h[5], h[6], h[7]);
-    }
-    __syncwarp();
-    const int first = base * 2 * W::runs;
+      for (int k = 0; k < W::runs; ++k) {
+        uint32_t h[8];
+        W::to_half(parts, k, inverse, h);
+        if constexpr (!is_float<Format>) {
+          if (plane) {
+            uint32_t low[8];
+            W::rest(parts, k, inverse, h, low);
 #pragma unroll
-    for (int i = lane; i < units; i += 32) {
-      if (first + i < args.stride / 8) out[first + i] = mine[place(i)];
+            for (int i = 0; i < 8; ++i) h[i] = low[i];
+          }
+        }
+        const int unit = (lane / W::block_pieces * W::block_elements + W::position(lane % W::block_pieces, k)) / 8;
+        mine[place(unit)] = make_uint4(h[0], h[1], h[2], h[3]);
+        mine[place(unit + 1)] = make_uint4(h[4], h[5], h[6], h[7]);
+      }
+      __syncwarp();
+      const int first = base * 2 * W::runs;
+#pragma unroll
+      for (int i = lane; i < units; i += 32) {
+        if (first + i < args.stride / 8) out[first + i] = mine[place(i)];
+      }
+      __syncwarp();
     }
-    __syncwarp();
+    const int done = (n_pieces + 31) / 32 * units;
+    for (int unit = done + lane; unit < args.stride / 8; unit += 32) out[unit] = make_uint4(0, 0, 0, 0);
   }
-  const int done = (n_pieces + 31) / 32 * units;
-  for (int unit = done + lane; unit < args.stride / 8; unit += 32) out[unit] = make_uint4(0, 0, 0, 0);
 }
 
 }  // namespace reflex

@@ -8,6 +8,7 @@
 //   unpack          a Raw to the levels and scales of its runs
 //   bound           bits of a magnitude that no element of a run exceeds
 //   to_half         a run times `inverse`, in element order
+//   rest            what to_half lost of it (quantised only: floats lose nothing that counts)
 #pragma once
 
 #include "linear.cuh"
@@ -50,6 +51,16 @@ struct Operand {
       h[2 * i] = Format::has_offset ? fma_halves(low, scale, offset) : multiply_halves(low, scale);
       h[2 * i + 1] = Format::has_offset ? fma_halves(high, scale, offset) : multiply_halves(high, scale);
     }
+  }
+  static __device__ __forceinline__ void rest(const Parts& parts, int run, float inverse, const uint32_t (&h)[8],
+                                              uint32_t (&low)[8]) {
+    const int g = run / Format::group;
+    auto left = [&](int i) {  // of element i
+      return value(level<Format>(parts, run, i), parts.scale[g], parts.offset[g]) * inverse -
+             half_bits(h[i / 2] >> 16 * (i % 2));
+    };
+#pragma unroll
+    for (int i = 0; i < 8; ++i) low[i] = pack_halves(left(2 * i), left(2 * i + 1));
   }
 };
 

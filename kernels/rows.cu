@@ -2,7 +2,8 @@
 //
 // prepare_rows: float32 rows -> halves, RMS-normalised on the way if asked for. Activations pass 65504, the end of half
 // precision: every row is divided by a power of two (kept in `scale`) that brings its greatest magnitude to 2^14 ..
-// 2^15, which also leaves 2^29 below it before precision is lost. NaN and infinity stay what they are.
+// 2^15, which also leaves 2^29 below it before precision is lost. NaN and infinity stay what they are. With a low plane
+// what the halves lose is kept too, as halves again: 22 bits in all.
 // prepare_float_rows: the normalised rows as float32, for float32 weights.
 //
 // Launch: 256 threads, a block a row of the result; rows from `m` on are zeros. `n_padded` is a multiple of 8.
@@ -20,6 +21,7 @@ struct RowsArgs {
   int m, n, x_stride, n_padded;
   int unit_step, row_step;
   float eps;
+  int low;  // from the halves of 8 columns to what they lost, in 16 bytes; or 0: not wanted
 };
 
 constexpr int rows_threads = 256;
@@ -38,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(rows_threads) prepare_rows(const __
   if (row >= args.m) {
     for (int unit = threadIdx.x; unit < args.n_padded / 8; unit += rows_threads) {
       out[(size_t)unit * args.unit_step] = make_uint4(0, 0, 0, 0);
+      if (args.low) out[(size_t)unit * args.unit_step + args.low] = make_uint4(0, 0, 0, 0);
     }
     if (threadIdx.x == 0) args.scale[row] = 0;
     return;
@@ -63,8 +66,20 @@ extern "C" __global__ void __launch_bounds__(rows_threads) prepare_rows(const __
     float v[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) v[i] = 8 * unit + i < args.n ? value(8 * unit + i) * inverse : 0.0f;
-    out[(size_t)unit * args.unit_step] =
-        make_uint4(pack_halves(v[0], v[1]), pack_halves(v[2], v[3]), pack_halves(v[4], v[5]), pack_halves(v[6], v[7]));
+    uint32_t h[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) h[i] = pack_halves(v[2 * i], v[2 * i + 1]);
+    uint4* to = out + (size_t)unit * args.unit_step;
+    *to = make_uint4(h[0], h[1], h[2], h[3]);
+    if (args.low) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float a = v[2 * i] - half_bits(h[i] & 0xffff), b = v[2 * i + 1] - half_bits(h[i] >> 16);
+        // Of infinity and NaN nothing is left: the halves have all of it.
+        h[i] = pack_halves(magnitude(a) < 0x7f800000u ? a : 0.0f, magnitude(b) < 0x7f800000u ? b : 0.0f);
+      }
+      to[args.low] = make_uint4(h[0], h[1], h[2], h[3]);
+    }
   }
 }
 

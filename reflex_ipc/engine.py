@@ -568,13 +568,8 @@ def _executor(
     if opening is not None:
         from reflex_ipc.cuda.driver import NoDeviceError
         from reflex_ipc.cuda.executor import CudaExecutor
-        from reflex_ipc.cuda.families import UNPROVEN
 
         try:
-            if plan.arch in UNPROVEN:
-                raise UnsupportedModelError(
-                    f"{gguf.path}: general.architecture {plan.arch} does not meet its bounds on a device yet"
-                )
             return CudaExecutor(gguf, plan, n_ctx, progress=progress, opening=opening, trace=trace), "cuda", None
         except (NoDeviceError, UnsupportedModelError) as error:
             opening.close()

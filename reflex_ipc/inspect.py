@@ -80,7 +80,6 @@ def _on_device(gguf: GGUF, plan: Plan, n_ctx: int) -> dict[str, Any] | None:
     from reflex_ipc.cuda import lower
     from reflex_ipc.cuda.buffers import Columns
     from reflex_ipc.cuda.executor import Weights
-    from reflex_ipc.cuda.families import UNPROVEN
     from reflex_ipc.cuda.fuse import fused
     from reflex_ipc.cuda.places import PAGE, CacheLayout
     from reflex_ipc.errors import UnsupportedModelError
@@ -88,8 +87,6 @@ def _on_device(gguf: GGUF, plan: Plan, n_ctx: int) -> dict[str, Any] | None:
     try:
         lower.check(plan)
     except UnsupportedModelError:
-        return None
-    if plan.arch in UNPROVEN:
         return None
     layout, columns = CacheLayout(plan), Columns(fused(plan), plan.logits.name)
     _, fixed = plan.state_elements()

@@ -23,7 +23,8 @@ def defined():
         text = path.read_text()
         names.update(re.findall(r'extern "C" __global__ void __launch_bounds__\([^()]*\)\s+(\w+)\(', text))
         names.update(re.findall(r"REFLEX_MATVEC\((\w+),", text))
-        for kind in re.findall(r"REFLEX_FORMAT\((\w+),", text):
+        names.update(f"grouped_{kind}" for kind in re.findall(r"REFLEX_FORMAT\((\w+),", text))
+        for kind in re.findall(r"REFLEX_(?:DENSE_)?FORMAT\((\w+),", text):
             names.update([f"matvec_{kind}", f"widen_{kind}", *(f"mma_{kind}_{width}" for width in linear.WIDTHS)])
     return names
 
@@ -109,8 +110,56 @@ def test_every_row_is_computed_once():
 
 def test_experts_get_a_grid_row_each():
     x = Input(1 << 10, 3, 512, 512)
-    (call,) = linear.expert_linear(LARGE, x, matrix("Q4_K"), Experts(1 << 13, 16, 8, 1 << 16), per_expert=False)
+    (call,) = linear.expert_linear(LARGE, x, matrix("Q4_K"), Experts(1 << 13, 16, 8, 1 << 16, 128), per_expert=False)
     assert call.kernel == "matvec_q4_k" and call.grid[1] == 24
+
+
+@pytest.mark.parametrize("per_expert", [False, True])
+def test_experts_of_many_tokens_share_weights(per_expert):
+    """One launch for all experts, whatever the router says; scratch holds it all, fewer tokens too."""
+    experts = Experts(1 << 13, 16, 8, 1 << 16, 128)
+    size = linear.expert_scratch_bytes(512, 768, "Q4_K", experts, per_expert=per_expert)
+    for n in (32, 100, 512):
+        x = Input(1 << 10, n, 768, 768 * (8 if per_expert else 1))
+        calls = linear.expert_linear(LARGE, x, matrix("Q4_K"), experts, SCRATCH, per_expert=per_expert)
+        assert [call.kernel for call in calls] == ["group_experts", "prepare_rows", "grouped_q4_k"]
+        assert all(call.kernel in defined() or call.kernel == "group_experts" for call in calls)
+        expert, slots, _, _, _, n_slots, _, width, n_tiles = unpack_from("<3Q6i", calls[0].arguments[0])
+        _, _, halves, scale, rows, _, stride, padded, *_ = unpack_from("<4Q6ifi", calls[1].arguments[0])
+        assert (n_slots, width, calls[2].grid[1]) == (8 * n, 32, n_tiles)
+        assert (rows, stride) == ((8 * n, 768) if per_expert else (n, 768))
+        assert n_tiles >= min(n_slots, 127 + -(-(n_slots - 127) // 32)), "the most uneven choice fits"
+        used = [(expert, 4 * n_tiles), (slots, 4 * width * n_tiles), (halves, 4 * rows * padded), (scale, 4 * rows)]
+        for start, length in used:
+            assert start >= SCRATCH and start + length <= SCRATCH + size
+            assert all(start == s or start + length <= s or s + m <= start for s, m in used)
+    few = linear.expert_linear(LARGE, x._replace(n=31), matrix("Q4_K"), experts, SCRATCH, per_expert=per_expert)
+    assert [call.kernel for call in few] == ["matvec_q4_k"]
+
+
+@pytest.mark.parametrize("kind", linear.FORMATS)
+def test_every_type_of_experts_has_kernels(kind):
+    experts = Experts(1 << 13, 16, 8, 1 << 16, 128)
+    x = Input(1 << 10, 100, 768, 768)
+    *_, call = linear.expert_linear(LARGE, x, matrix(kind), experts, SCRATCH, per_expert=False)
+    assert call.kernel in defined()
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_K"])
+def test_exact_rows_have_two_planes(kind):
+    for n in (2, 16, 17, 64, 400):
+        size = linear.scratch_bytes(n, 300, [matrix(kind)], exact=True)
+        calls = linear.linear(LARGE, Input(1 << 10, n, 300, 300), [matrix(kind)], SCRATCH, exact=True)
+        names = [call.kernel for call in calls]
+        if n <= linear.REPEATED:
+            assert names == [f"matvec_{kind.lower()}"] and calls[0].grid[1] == n and not size
+            continue
+        assert names == ["prepare_rows", f"widen_{kind.lower()}", "gemm_half"]
+        _, out, scale, rows, _, stride, *_, planes = unpack_from("<3Q6i", calls[1].arguments[0])
+        assert planes == (2 if kind == "Q4_K" else 1)
+        assert out + 2 * stride * planes * rows <= scale and scale + 4 * rows <= SCRATCH + size
+        *_, x_stride, w_stride, _, _, _, products = unpack_from("<8Q9i", calls[2].arguments[0])
+        assert (x_stride, w_stride, products) == (2 * stride, planes * stride, 1 + planes)
 
 
 def test_refusals():

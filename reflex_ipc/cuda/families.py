@@ -8,6 +8,7 @@ from struct import Struct
 
 from reflex_ipc import plan as ops
 from reflex_ipc.cuda import linear
+from reflex_ipc.cuda.memory import aligned
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,10 +23,6 @@ if TYPE_CHECKING:
 
 LARGEST_KEY = 128  # of the delta rule: kernels/delta.cuh
 LARGEST_RANK = 1024  # of latent attention: kernels/latent.cu
-
-UNPROVEN = frozenset(("qwen35moe", "deepseek2"))
-"""Architectures that the engine does not run here, although every op is right by itself: half-precision products of a
-prompt tip close decisions of the router, more of them than the fidelity bounds of the whole model allow."""
 
 _ROUTE = Struct("<3Q7if")
 _STEP = Struct("<4Q2i")
@@ -53,11 +50,43 @@ def refusal(plan: "Plan", op: "Any") -> str | None:
     return None
 
 
+def before_routers(plan: "Plan") -> frozenset[str]:
+    """The values that a router may still depend on: all before the last one. Half-precision products would tip close
+    decisions between experts, and a whole model then computes something else."""
+    routers = [i for i, op in enumerate(plan.ops) if isinstance(op, ops.Route)]
+    return frozenset(op.out.name for op in plan.ops[: routers[-1]]) if routers else frozenset()
+
+
 def scratch_bytes(plan: "Plan", n_tokens: int) -> int:
-    """Room that latent attention and delta nets need between their launches."""
-    widths = [sum(_parts(plan, op)) for op in plan.ops if isinstance(op, ops.LatentAttention)]
-    widths += [2 * (op.q.width + op.v.width) for op in plan.ops if isinstance(op, ops.DeltaRule)]
-    return 4 * n_tokens * max(widths, default=0)
+    """Room that products of experts need, latent attention and delta nets between their launches."""
+    need = 0
+    for op in plan.ops:
+        if isinstance(op, ops.ExpertLinear):
+            width = plan.weights[op.weight].ne[0]
+            kind, experts = plan.weights[op.weight].type.name, _experts_of(plan, op)
+            size = linear.expert_scratch_bytes(n_tokens, width, kind, experts, per_expert=op.x.width != width)
+            need = max(need, size)
+        elif isinstance(op, ops.LatentAttention):
+            between = 4 * n_tokens * sum(_parts(plan, op))
+            for name in op.weights:
+                tensor = plan.weights[name]
+                heads = _heads_of(plan, op, name)
+                size = linear.expert_scratch_bytes(n_tokens, tensor.ne[0], tensor.type.name, heads, per_expert=True)
+                need = max(need, aligned(between) + size)
+        elif isinstance(op, ops.DeltaRule):
+            need = max(need, 4 * n_tokens * 2 * (op.q.width + op.v.width))
+    return need
+
+
+def _experts_of(plan: "Plan", op: ops.ExpertLinear, ids: int = 0) -> linear.Experts:
+    tensor = plan.weights[op.weight]
+    n_expert = tensor.ne[2]
+    return linear.Experts(ids, op.routes.width, op.routes.width // 2, tensor.nbytes // n_expert, n_expert)
+
+
+def _heads_of(plan: "Plan", op: ops.LatentAttention, weight: str, ids: int = 0) -> linear.Experts:
+    """Every head has a matrix of its own: heads are experts, and all of them are used."""
+    return linear.Experts(ids, 0, op.n_head, plan.weights[weight].nbytes // op.n_head, op.n_head)
 
 
 def branch_bytes(plan: "Plan", n_tokens: int) -> int:
@@ -95,19 +124,24 @@ def route(low: "Lowering", op: ops.Route, shape: "Shape") -> "Iterator[Launch]":
 
 def expert_linear(low: "Lowering", op: ops.ExpertLinear, shape: "Shape") -> "Iterator[Launch]":
     tensor = low.plan.weights[op.weight]
-    n_in, n_out, n_expert = tensor.ne
-    n_used = op.routes.width // 2
-    experts = linear.Experts(low.at(op.routes), op.routes.width, n_used, tensor.nbytes // n_expert)
+    n_in, n_out, _ = tensor.ne
+    experts = _experts_of(low.plan, op, low.at(op.routes))
     matrix = linear.Matrix(tensor.type.name, low.weight(op.weight), n_out, low.at(op.out), n_out)
     entry = linear.Input(low.at(op.x), shape.n_tokens, n_in, op.x.width)
-    yield from _experts(low, entry, matrix, experts, per_expert=op.x.width != n_in)
+    yield from _experts(low, entry, matrix, experts, low.places.scratch, per_expert=op.x.width != n_in)
 
 
 def _experts(
-    low: "Lowering", entry: linear.Input, matrix: linear.Matrix, experts: linear.Experts, *, per_expert: bool
+    low: "Lowering",
+    entry: linear.Input,
+    matrix: linear.Matrix,
+    experts: linear.Experts,
+    scratch: int,
+    *,
+    per_expert: bool,
 ) -> "Iterator[Launch]":
     """A row of `matrix.out` is what one expert computes for one token; rows lie `out_stride` apart."""
-    for call in linear.expert_linear(low.limits, entry, matrix, experts, per_expert=per_expert):
+    for call in linear.expert_linear(low.limits, entry, matrix, experts, scratch, per_expert=per_expert):
         yield low.launch(call.kernel, call.grid, call.block[0], call.arguments, call.shared)
 
 
@@ -228,16 +262,16 @@ def latent_attention(low: "Lowering", op: ops.LatentAttention, shape: "Shape") -
     plain = p.scratch
     absorbed = plain + 4 * n * n_head * d_nope
     mixed = absorbed + 4 * n * n_head * rank
+    scratch = plain + aligned(4 * n * sum(_parts(low.plan, op)))
     layer, page_bytes = low.cache_of(op.state)
     cache = Struct("<QqiiiI").pack(layer, page_bytes, 1, op.latent.width, 0, 0)
     yield low.launch("store_latent", (n, 1, 1), 32, [cache, low.at(op.latent), p.control])
     numbers = n * n_head * d_nope
     yield low.launch("slice", low.wide(numbers), 256, [plain, low.at(op.q), numbers, d_q, 0, d_nope])
-    # Every head has a matrix of its own: heads are experts, and all of them are used.
-    heads = [linear.Experts(p.heads, 0, n_head, tensor.nbytes // n_head) for tensor in (k_b, v_b)]
+    heads = [_heads_of(low.plan, op, name, p.heads) for name in op.weights]
     entry = linear.Input(plain, n, d_nope, n_head * d_nope)
     matrix = linear.Matrix(k_b.type.name, low.weight(op.weights[0]), rank, absorbed, rank)
-    yield from _experts(low, entry, matrix, heads[0], per_expert=True)
+    yield from _experts(low, entry, matrix, heads[0], scratch, per_expert=True)
     arguments = _LATENT.pack(
         mixed,
         absorbed,
@@ -260,7 +294,7 @@ def latent_attention(low: "Lowering", op: ops.LatentAttention, shape: "Shape") -
     yield low.launch("attention_latent", (n_head, n, 1), 256, [arguments], 4 * op.latent.width)
     entry = linear.Input(mixed, n, rank, n_head * rank)
     matrix = linear.Matrix(v_b.type.name, low.weight(op.weights[1]), d_v, low.at(op.out), d_v)
-    yield from _experts(low, entry, matrix, heads[1], per_expert=True)
+    yield from _experts(low, entry, matrix, heads[1], scratch, per_expert=True)
 
 
 METHODS: "dict[type, Callable[..., Iterator[Launch]]]" = {

@@ -87,6 +87,10 @@ WIDTHS = (8, 16, 32, 64)
 FEW = 64
 """Up to so many rows weights are dequantised on the way; above, into scratch."""
 
+REPEATED = 16
+"""Up to so many rows that must be exact are multiplied one by one: what `matvec` reads of a weight for the second row
+is in the cache, and two planes of halves are eight times as many bytes."""
+
 _WARPS = 8
 _THREADS = 32 * _WARPS
 _TILE = 128  # of gemm_half, both ways
@@ -97,13 +101,18 @@ _PARTIALS = 1280  # bytes of shared memory that matvec needs beside x and its ri
 _EDGE = 1024  # bytes that gemm_half needs beside its stages where it multiplies from shared memory
 _STAGES = 2  # of a ring of matvec at most
 _PER_MULTIPROCESSOR = 2  # blocks of matvec at a time
+_SLOTS = 32  # of an expert that are multiplied at once
+_GROUPED_WARPS = 4
+_DENSE = ("F32", "Q1_0", "Q2_0", "TQ1_0", "TQ2_0")  # types whose experts are not grouped: no model has any
 
 _MATRIX = Struct("<5Q2i")
 _MATVEC = Struct("<5Q7if8i")
 _MATMUL = Struct("<2Q6i")
-_ROWS = Struct("<4Q6if4x")
-_WIDEN = Struct("<3Q5i4x")
-_GEMM = Struct("<8Q8i")
+_ROWS = Struct("<4Q6ifi")
+_WIDEN = Struct("<3Q6i")
+_GEMM = Struct("<8Q9i4x")
+_GROUPING = Struct("<3Q6i")
+_GROUPED_ARGS = Struct("<7Q4i")
 
 
 class Limits(NamedTuple):
@@ -148,6 +157,7 @@ class Experts(NamedTuple):
     n_used: int
     bytes: int
     """Of one expert's matrix."""
+    n_expert: int
 
 
 class Ahead(NamedTuple):
@@ -175,17 +185,17 @@ def fusible(types: Sequence[str]) -> bool:
     return len(types) <= MAX_MATRICES and (len(kinds) == 1 or (len(kinds) == 2 and _pair(kinds) is not None))
 
 
-def scratch_bytes(n: int, width: int, matrices: Sequence[Matrix], swiglu: bool = False) -> int:
+def scratch_bytes(n: int, width: int, matrices: Sequence[Matrix], swiglu: bool = False, *, exact: bool = False) -> int:
     """What `linear` needs for n rows of this width and these matrices; it does not shrink as n grows."""
     need = 0
     for matrix in matrices:
         if n > 1 and matrix.type == "F32":
             need = max(need, 4 * n * width)
-        elif n > FEW:
-            room = _Room(0, n, width)
+        elif n > (REPEATED if exact else FEW):
+            room = _Room(0, n, width, exact, matrix.type)
             rows = room.rows(matrix.n_out * (2 if swiglu else 1))
             need = max(need, room.widened_scale + 4 * rows)
-        if n > 1 and matrix.type != "F32":
+        if n > 1 and matrix.type != "F32" and not exact:
             few = _Room(0, _round_up(min(n, FEW), _width(min(n, FEW))), width)
             need = max(need, few.widened)
     return need
@@ -199,11 +209,13 @@ def linear(
     *,
     swiglu: bool = False,
     ahead: Ahead | None = None,
+    exact: bool = False,
 ) -> list[Call]:
     """The launches of out = W x (+ bias) (+ residual) for every matrix, to be queued in this order.
 
     With `swiglu` the two matrices, gate and up, are of one type and shape, and the first one's `out` receives
-    silu(gate x) * (up x) (+ the first one's residual). `scratch` is the address of `scratch_bytes(...)`.
+    silu(gate x) * (up x) (+ the first one's residual). `scratch` is the address of `scratch_bytes(...)`. `exact`: more
+    than one row is multiplied with as little loss as one, not in half precision.
     Raises UnsupportedModelError for a type that has no kernels.
     """
     for matrix in matrices:
@@ -218,23 +230,39 @@ def linear(
         return calls
     floats = [m for m in matrices if m.type == "F32"]
     others = [m for m in matrices if m.type != "F32"]
+    if exact and x.n <= REPEATED and others:
+        for group in _groups(others):
+            calls += _matvec(limits, x, group, swiglu)
+        others = []
     if floats and swiglu:  # an activation between two sums: only the matrix-vector kernel does it in float32
         return _matvec(limits, x, floats, swiglu)
     if floats:
         calls += _gemm_float(x, floats, scratch)
-    if others and x.n <= FEW:
+    if others and x.n <= FEW and not exact:
         calls += _matmul(limits, x, others, scratch, swiglu)
     elif others:
-        calls += _gemm_half(limits, x, others, scratch, swiglu)
+        calls += _gemm_half(limits, x, others, scratch, swiglu, exact)
     return calls
 
 
-def expert_linear(limits: Limits, x: Input, matrix: Matrix, experts: Experts, *, per_expert: bool) -> list[Call]:
+def expert_linear(
+    limits: Limits, x: Input, matrix: Matrix, experts: Experts, scratch: int = 0, *, per_expert: bool
+) -> list[Call]:
     """out[t, k] = W[id_k] x for each of a token's experts; out (n, n_used * n_out).
 
     x has one row a token, or with `per_expert` one part of `width` elements an expert side by side in a token's row.
+    `scratch` is the address of `expert_scratch_bytes(...)`.
     """
+    if _Grouping.pays(x.n, experts, matrix.type):
+        return _grouped(limits, x, matrix, experts, scratch, per_expert)
     return _matvec(limits, x, [matrix], False, experts, x.width if per_expert else 0)
+
+
+def expert_scratch_bytes(n: int, width: int, kind: str, experts: Experts, *, per_expert: bool) -> int:
+    """What `expert_linear` needs for up to n tokens and a matrix of this type."""
+    if not _Grouping.pays(n, experts, kind):
+        return 0
+    return _Grouping(0, n, width, experts, per_expert).end
 
 
 # --- one row ----------------------------------------------------------------------------------------------------------
@@ -356,11 +384,11 @@ def _matrices(matrices: Sequence[Matrix], expert_bytes: int = 0) -> bytes:
 # --- more rows --------------------------------------------------------------------------------------------------------
 
 
-def _split(tiles: Sequence[tuple[int, int]], n_slices: int, capacity: int) -> tuple[int, int]:
+def _split(tiles: Sequence[tuple[int, int]], n_slices: int, capacity: int, warps_log2: int = 3) -> tuple[int, int]:
     """(log2 of the warps that share a tile, blocks) that finish first; as `_lanes`, a warp at a time."""
     best = (0.0, 0, 0)
-    for log2 in range(4):
-        blocks = sum(-(-n // (rows * (_WARPS >> log2))) for n, rows in tiles)
+    for log2 in range(warps_log2 + 1):
+        blocks = sum(-(-n // (rows << warps_log2 - log2)) for n, rows in tiles)
         cost = -(-blocks // capacity) * (-(-n_slices // (1 << log2)) + 0.5 + 0.1 * log2)
         if not best[2] or cost < best[0]:
             best = (cost, log2, blocks)
@@ -368,20 +396,25 @@ def _split(tiles: Sequence[tuple[int, int]], n_slices: int, capacity: int) -> tu
 
 
 class _Room:
-    """How scratch is divided: n rows of x as halves and their powers of two, then rows of W and theirs."""
+    """How scratch is divided: n rows of x as halves and their powers of two, then rows of W and theirs. Exact products
+    have a second plane with what halves lose, of x and of quantised W."""
 
-    def __init__(self, scratch: int, n: int, width: int) -> None:
+    def __init__(self, scratch: int, n: int, width: int, exact: bool = False, kind: str = "") -> None:
         self.padded = _round_up(width, 256)
+        self.x_stride = self.padded * (2 if exact else 1)
+        self.w_planes = 2 if exact and kind not in FLOATS else 1
+        self.products = (1 + self.w_planes) if exact else 1
+        """Planes that are multiplied with each other."""
         self.x = scratch
-        self.scale = _round_up(self.x + 2 * n * self.padded, 256)
+        self.scale = _round_up(self.x + 2 * n * self.x_stride, 256)
         self.widened = _round_up(self.scale + 4 * n, 256)
-        self._at_a_time = max(_TILE, _WIDENED // (2 * self.padded) // _TILE * _TILE)
+        self._at_a_time = max(_TILE, _WIDENED // (2 * self.padded * self.w_planes) // _TILE * _TILE)
         self.widened_scale = self.widened
 
     def rows(self, n_out: int) -> int:
         """Rows of W in scratch at a time; places their powers of two behind them."""
         rows = min(self._at_a_time, n_out)
-        self.widened_scale = _round_up(self.widened + 2 * rows * self.padded, 256)
+        self.widened_scale = _round_up(self.widened + 2 * rows * self.padded * self.w_planes, 256)
         return rows
 
 
@@ -393,8 +426,12 @@ def _width(n: int) -> int:
     return next(w for w in WIDTHS if w >= n or w == WIDTHS[-1])
 
 
-def _prepare(x: Input, out: int, scale: int, rows: int, padded: int, unit_step: int, row_step: int) -> Call:
-    arguments = _ROWS.pack(x.address, x.norm, out, scale, x.n, x.width, x.stride, padded, unit_step, row_step, x.eps)
+def _prepare(
+    x: Input, out: int, scale: int, rows: int, padded: int, unit_step: int, row_step: int, low: int = 0
+) -> Call:
+    arguments = _ROWS.pack(
+        x.address, x.norm, out, scale, x.n, x.width, x.stride, padded, unit_step, row_step, x.eps, low
+    )
     return Call("prepare_rows", (rows, 1, 1), (_THREADS, 1, 1), 0, (arguments,))
 
 
@@ -419,13 +456,17 @@ def _matmul(limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: int, 
     return calls
 
 
-def _gemm_half(limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: int, swiglu: bool) -> list[Call]:
-    room = _Room(scratch, x.n, x.width)
-    calls = [_prepare(x, room.x, room.scale, x.n, room.padded, 1, room.padded // 8)]
+def _gemm_half(
+    limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: int, swiglu: bool, exact: bool
+) -> list[Call]:
+    room = _Room(scratch, x.n, x.width, exact)
+    low = room.padded // 8 if exact else 0
+    calls = [_prepare(x, room.x, room.scale, x.n, room.padded, 1, room.x_stride // 8, low)]
     stages, edge = (3, _EDGE) if limits.shared_per_block >= 3 * _STAGE + _EDGE else (2, 0)
     grid_m = -(-x.n // _TILE)
     sides = 2 if swiglu else 1
     for matrix in matrices[:1] if swiglu else matrices:
+        room = _Room(scratch, x.n, x.width, exact, matrix.type)
         row_bytes = x.width // FORMATS[matrix.type].block * FORMATS[matrix.type].block_bytes
         as_it_is = matrix.type == "F16" and x.width % 8 == 0 and not swiglu
         step = matrix.n_out if as_it_is else room.rows(sides * matrix.n_out) // sides
@@ -442,6 +483,7 @@ def _gemm_half(limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: in
                     room.padded,
                     sides,
                     side,
+                    room.w_planes,
                 )
                 calls.append(
                     Call(f"widen_{source.type.lower()}", (-(-n // _WARPS), 1, 1), (_THREADS, 1, 1), 0, (arguments,))
@@ -458,11 +500,12 @@ def _gemm_half(limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: in
                 x.n,
                 sides * n,
                 x.width if as_it_is else room.padded,
-                room.padded,
-                x.width if as_it_is else room.padded,
+                room.x_stride,
+                x.width if as_it_is else room.padded * room.w_planes,
                 matrix.out_stride,
                 stages,
                 swiglu,
+                room.products,
             )
             grid = (grid_m, -(-sides * n // _TILE), 1)
             calls.append(Call("gemm_half", grid, (_THREADS, 1, 1), stages * _STAGE + edge, (arguments,)))
@@ -473,14 +516,59 @@ def _gemm_float(x: Input, matrices: Sequence[Matrix], scratch: int) -> list[Call
     calls = []
     address, stride = x.address, x.stride
     if x.norm:
-        arguments = _ROWS.pack(x.address, x.norm, scratch, 0, x.n, x.width, x.stride, x.width, 0, 0, x.eps)
+        arguments = _ROWS.pack(x.address, x.norm, scratch, 0, x.n, x.width, x.stride, x.width, 0, 0, x.eps, 0)
         calls.append(Call("prepare_float_rows", (x.n, 1, 1), (_THREADS, 1, 1), 0, (arguments,)))
         address, stride = scratch, x.width
     for m in matrices:
         arguments = _GEMM.pack(
             *(address, 0, m.weight, 0, m.out, m.bias, 0, m.residual),
-            *(x.n, m.n_out, x.width, stride, x.width, m.out_stride, 0, 0),
+            *(x.n, m.n_out, x.width, stride, x.width, m.out_stride, 0, 0, 1),
         )
         grid = (-(-x.n // _FLOAT_TILE), -(-m.n_out // _FLOAT_TILE), 1)
         calls.append(Call("gemm_float", grid, (_THREADS, 1, 1), 0, (arguments,)))
+    return calls
+
+
+# --- experts of many tokens -------------------------------------------------------------------------------------------
+
+
+class _Grouping:
+    """The tiles of n tokens' choices, and how scratch is divided: what `group_experts` writes, then x as halves with
+    what they lose, and its powers of two."""
+
+    def __init__(self, scratch: int, n: int, width: int, experts: Experts, per_expert: bool) -> None:
+        self.slots = n * experts.n_used
+        self.rows = self.slots if per_expert else n
+        self.n_tiles = min(self.slots, experts.n_expert + self.slots // _SLOTS)
+        self.padded = _round_up(width, 256)
+        self.expert = scratch
+        self.places = _round_up(self.expert + 4 * self.n_tiles, 256)
+        self.x = _round_up(self.places + 4 * self.n_tiles * _SLOTS, 256)
+        self.scale = _round_up(self.x + 4 * self.rows * self.padded, 256)
+        self.end = self.scale + 4 * self.rows
+
+    @staticmethod
+    def pays(n: int, experts: Experts, kind: str) -> bool:
+        """Where an expert has two tokens or more, on average."""
+        return kind not in _DENSE and n > 1 and n * experts.n_used >= 2 * experts.n_expert
+
+
+def _grouped(limits: Limits, x: Input, matrix: Matrix, experts: Experts, scratch: int, per_expert: bool) -> list[Call]:
+    g = _Grouping(scratch, x.n, x.width, experts, per_expert)
+    arguments = _GROUPING.pack(
+        *(g.expert, g.places, experts.ids, experts.stride, experts.n_used, g.slots, experts.n_expert, _SLOTS, g.n_tiles)
+    )
+    calls = [Call("group_experts", (1, 1, 1), (1024, 1, 1), 8 * experts.n_expert, (arguments,))]
+    rows = x._replace(n=g.rows, stride=x.width) if per_expert else x
+    low = g.padded // 8
+    calls.append(_prepare(rows, g.x, g.scale, g.rows, g.padded, 1, 2 * low, low))
+    piece = 16 if matrix.type in FLOATS else FORMATS[matrix.type].piece
+    capacity = max(1, limits.multiprocessors * 4 // g.n_tiles)
+    split, blocks = _split([(matrix.n_out, 16)], -(-x.width // (4 * piece)), capacity, 2)
+    arguments = _GROUPED_ARGS.pack(
+        *(g.x, g.scale, g.expert, g.places, matrix.weight, experts.bytes, matrix.out),
+        *(1 if per_expert else experts.n_used, x.width, matrix.n_out, split),
+    )
+    grid = (blocks, g.n_tiles, 1)
+    calls.append(Call(f"grouped_{matrix.type.lower()}", grid, (32 * _GROUPED_WARPS, 1, 1), 0, (arguments,)))
     return calls

@@ -99,6 +99,7 @@ class Lowering:
         self.places = places
         self.weight = weight
         self.layout = CacheLayout(plan)
+        self._exact = families.before_routers(plan)
         self.multiprocessors = device.attribute(device.MULTIPROCESSORS)
         self.limits = linear.Limits(self.multiprocessors, device.attribute(device.SHARED_PER_BLOCK))
         self.is_dependent = self.is_passing = False
@@ -145,7 +146,11 @@ class Lowering:
                     linear.Matrix(self.plan.weights[op.weight].type.name, 0, op.out.width, 0, op.out.width)
                     for op in products
                 ]
-                sizes.append(linear.scratch_bytes(n, products[0].x.width, matrices, group.kind == "swiglu"))
+                sizes.append(
+                    linear.scratch_bytes(
+                        n, products[0].x.width, matrices, group.kind == "swiglu", exact=self._is_exact(products)
+                    )
+                )
         return max(sizes)
 
     # Launches
@@ -248,6 +253,9 @@ class Lowering:
 
     # Products
 
+    def _is_exact(self, products: "Sequence[ops.Linear]") -> bool:
+        return any(op.out.name in self._exact for op in products)
+
     def _linear(self, op: ops.Linear, shape: Shape) -> "Iterator[Launch]":
         return self._products([op], op.x, shape)
 
@@ -306,7 +314,10 @@ class Lowering:
         entry = linear.Input(
             self.at(x), m, x.width, x.width, self.weight(norm.weight) if norm else 0, norm.eps if norm else 0.0
         )
-        for call in linear.linear(self.limits, entry, matrices, self.places.scratch, swiglu=swiglu, ahead=ahead):
+        exact = self._is_exact(products)
+        for call in linear.linear(
+            self.limits, entry, matrices, self.places.scratch, swiglu=swiglu, ahead=ahead, exact=exact
+        ):
             yield self.launch(call.kernel, call.grid, call.block[0], call.arguments, call.shared)
 
     # Rotation and attention

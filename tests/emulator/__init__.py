@@ -25,12 +25,13 @@ def naive_linear(
     scratch: int = 0,
     *,
     swiglu: bool = False,
+    exact: bool = False,
     experts: linear.Experts | None = None,
     per_expert: bool = False,
     ahead: linear.Ahead | None = None,
 ) -> list[linear.Call]:
     """In place of `linear.linear`: one launch of one thread."""
-    ids, stride, n_used, size = experts or (0, 0, 1, 0)
+    ids, stride, n_used, size, _ = experts or (0, 0, 1, 0, 1)
     data = _NAIVE.pack(
         x.address, x.norm, ids, x.n, x.width, x.stride, len(matrices), swiglu, n_used, stride, per_expert, x.eps, 0
     )
@@ -41,10 +42,36 @@ def naive_linear(
 
 
 def naive_experts(
-    limits: linear.Limits, x: linear.Input, matrix: linear.Matrix, experts: linear.Experts, *, per_expert: bool
+    limits: linear.Limits,
+    x: linear.Input,
+    matrix: linear.Matrix,
+    experts: linear.Experts,
+    scratch: int = 0,
+    *,
+    per_expert: bool,
 ) -> list[linear.Call]:
     """In place of `linear.expert_linear`."""
     return naive_linear(limits, x, [matrix], experts=experts, per_expert=per_expert)
+
+
+def half_linear(limits: linear.Limits, x: linear.Input, matrices: list[linear.Matrix], scratch: int = 0, **options):
+    """`linear.linear` itself where it needs tensor cores, which are emulated; else in its place."""
+    calls = REAL_LINEAR(limits, x, matrices, scratch, **options)
+    if all(call.kernel.startswith(EMULATED) for call in calls):
+        return calls
+    return naive_linear(limits, x, matrices, scratch, **options)
+
+
+def half_experts(limits, x, matrix, experts, scratch=0, *, per_expert):
+    """The same for `linear.expert_linear`."""
+    calls = REAL_EXPERTS(limits, x, matrix, experts, scratch, per_expert=per_expert)
+    if all(call.kernel.startswith(EMULATED) for call in calls):
+        return calls
+    return naive_experts(limits, x, matrix, experts, scratch, per_expert=per_expert)
+
+
+REAL_LINEAR, REAL_EXPERTS = linear.linear, linear.expert_linear
+EMULATED = ("prepare_rows", "widen_", "gemm_half", "mma_", "group_experts", "grouped_")
 
 
 def kernels(kernels_txt: Path, where: Path) -> Path:

@@ -1,6 +1,7 @@
 """Build the emulated libcuda from the kernels: device code compiled for the host, and a driver that runs it.
 
-Products are one naive kernel here; the real ones are made of instructions that plain C++ has not.
+Products of one row are one naive kernel here: the real ones are made of instructions that plain C++ has not. Tensor
+cores are emulated, for the types in products.cu.
 """
 
 import hashlib
@@ -24,7 +25,13 @@ FILES = (
     "recurrent",
     "experts",
     "latent",
+    "rows",
+    "gemm",
+    "products",
 )
+
+FLAGS = ("-std=c++20", "-O2", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-tree-vectorize")
+"""Vectorised by GCC 12, the scales of Q3_K come out wrong."""
 
 MADE_BY_MACRO = re.compile(r"\b(attention_(?:decode|prefill)_|embed_|delta_rule_|delta_tree_)##")
 """The part of a kernel's name that a macro puts in front of what it varies."""
@@ -33,9 +40,10 @@ MADE_BY_MACRO = re.compile(r"\b(attention_(?:decode|prefill)_|embed_|delta_rule_
 def library(kernels_txt: Path, names: tuple[str, ...] = FILES) -> Path:
     lines = kernels_txt.read_text().splitlines()[1:]
     sources = ROOT / "kernels"
-    texts = {p.name: p.read_text() for p in [*sources.glob("*.cu"), *sources.glob("*.cuh"), *HERE.glob("*.[chc]*")]}
+    places = [*sources.glob("*.cu"), *sources.glob("*.cuh"), *HERE.glob("*.[chc]*")]
+    texts = {path.name: path.read_text() for path in places}
     texts = {n: t for n, t in texts.items() if not n.endswith(".cu") or n[:-3] in names}
-    digest = hashlib.sha256(repr((sorted(texts.items()), lines)).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(repr((sorted(texts.items()), lines, FLAGS)).encode()).hexdigest()[:16]
     out = ROOT / "build" / "tests" / f"emulated-{digest}.so"
     if out.exists():
         return out
@@ -44,21 +52,23 @@ def library(kernels_txt: Path, names: tuple[str, ...] = FILES) -> Path:
     for name in ("cuda_fp16.h", "math_constants.h"):
         (work / name).write_text('#include "cuda_host.h"\n')
     for name, text in texts.items():
-        if name.endswith((".h", ".cuh")) and (name != "fragments.cuh"):
+        if name.endswith((".h", ".cuh")):
             (work / name).write_text(MADE_BY_MACRO.sub(r"kernel_\1##", text))
-    (work / "fragments.cuh").write_text((HERE / "fragments.cuh").read_text())
     units = [work / "libcuda.cpp"]
     units[0].write_text(texts["libcuda.cpp"])
     footer = 'extern "C" void emulator_kernel(const char *, const int *, int);'
     names = tuple(n for n in names if f"{n}.cu" in texts)
     for name in names:
-        text = texts[f"{name}.cu"].replace(
-            "extern __shared__ int4 memory[];", "int4 *memory = (int4 *)emulated_shared;"
+        text = (
+            texts[f"{name}.cu"]
+            .replace("extern __shared__ int4 memory[];", "int4 *memory = (int4 *)emulated_shared;")
+            .replace("extern __shared__ __align__(128) uint8_t shared[];", "uint8_t *shared = emulated_shared;")
         )
         registrations = []
         for line in lines:
             kernel, file, *parameters = line.split(" ")
-            if file.split(".")[0] != name:
+            made_here = name == "products" and f"kernel_{kernel}," in text
+            if file.split(".")[0] != name and not made_here:
                 continue
             sizes = [_size(p) for p in parameters]
             registrations.append(
@@ -86,12 +96,7 @@ def library(kernels_txt: Path, names: tuple[str, ...] = FILES) -> Path:
             subprocess.Popen(
                 [
                     "g++",
-                    "-std=c++20",
-                    "-O2",
-                    "-fPIC",
-                    "-w",
-                    "-ffp-contract=off",
-                    "-fno-strict-aliasing",
+                    *FLAGS,
                     f"-I{work}",
                     "-c",
                     str(unit),

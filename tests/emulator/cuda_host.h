@@ -24,6 +24,11 @@
 
 struct dim3_host { unsigned x, y, z; };
 struct int4 { int x, y, z, w; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float __fdividef(float x, float y) { return x / y; }
+inline float __expf(float x) { return expf(x); }
+inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }

@@ -11,7 +11,7 @@ from reflex_ipc import archs
 from reflex_ipc.check import check_ops
 from reflex_ipc.cuda.executor import CudaExecutor
 from reflex_ipc.engine import Engine
-from reflex_ipc.errors import OutOfMemoryError, UnsupportedModelError
+from reflex_ipc.errors import OutOfMemoryError
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.plan import PARENT_NONE, Step
 from reflex_ipc.sampler import Sampler, Sampling
@@ -19,12 +19,12 @@ from reflex_ipc.sampler import Sampler, Sampling
 pytestmark = pytest.mark.gpu
 
 DENSE = ["llama", "qwen2", "qwen3", "qwen3-untied"]
-OTHERS = ["qwen3moe", "qwen35", "qwen3next"]
-UNPROVEN = ["qwen35moe", "deepseek3"]
-"""The engine refuses these: op by op they are right, as whole models they are not within the bounds."""
-BOUNDS = {**dict.fromkeys(DENSE, 3e-3), **dict.fromkeys(OTHERS, 1e-2)}
+OTHERS = ["qwen3moe", "qwen35", "qwen35moe", "qwen3next", "deepseek3"]
+DEEP = ["deepseek2-lite"]
+"""27 blocks, whose half-precision latents alone are worth 9e-3."""
+BOUNDS = {**dict.fromkeys(DENSE, 3e-3), **dict.fromkeys(OTHERS, 1e-2), **dict.fromkeys(DEEP, 2e-2)}
 QUANTISED = ["llama-w256-Q4_K_M", "qwen35-w256-Q4_K_M"]
-QUANTISED += ["qwen3moe-w256-MXFP4_MOE", "qwen3moe-w256-Q4_K_M"]
+QUANTISED += ["qwen3moe-w256-MXFP4_MOE", "qwen3moe-w256-Q4_K_M", "qwen35moe-w256-Q4_K_M", "deepseek3-w256-Q4_K_M"]
 QUANTISED += [f"qwen3-w256-{t}" for t in ("IQ3_S", "IQ4_XS", "Q2_K", "Q4_0", "Q4_K_M", "Q5_K_M", "Q8_0")]
 BOUNDS.update(dict.fromkeys(QUANTISED, 1e-2))
 
@@ -146,14 +146,6 @@ def test_tree_is_each_branch_alone(fixtures: Path, name: str) -> None:
         assert relative_error(executor.logits()[0], after) <= 3e-3
 
 
-@pytest.mark.parametrize("name", UNPROVEN)
-def test_what_is_not_within_the_bounds_is_refused(fixtures: Path, name: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"general\.architecture"):
-        Engine.open(fixtures / "exact" / f"{name}-f16.gguf", backend="cuda")
-    with Engine.open(fixtures / "exact" / f"{name}-f16.gguf") as engine:
-        assert engine.backend == "cpu" and "architecture" in str(engine.why_cpu)
-
-
 @pytest.mark.parametrize("name", [*DENSE, *OTHERS])
 def test_scores_are_the_references(fixtures: Path, name: str) -> None:
     """`Engine.score` on the device against the CPU backend, candidates of several tokens in one pass.
@@ -201,7 +193,7 @@ def test_scores_are_those_of_the_devices_own_logits(fixtures: Path, name: str) -
             assert np.abs(np.subtract(found, expected)).max() <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3-w256-Q4_K_M", *OTHERS, *UNPROVEN])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3-w256-Q4_K_M", *OTHERS, *DEEP])
 @pytest.mark.parametrize("fuse", [False, True], ids=["alone", "fused"])
 def test_every_op_on_the_references_inputs(fixtures: Path, name: str, fuse: bool) -> None:
     with Model(fixtures, name) as model:

@@ -1,0 +1,66 @@
+// kernels/mma.cuh for the host. Numbers of a fragment are where its header says; what the lanes of a warp hold is
+// exchanged at once.
+#pragma once
+
+#include "copy.cuh"
+
+namespace reflex {
+
+inline float half_of(uint32_t pair, int i) {
+    half2 h;
+    memcpy(&h, &pair, 4);
+    return float(i ? h.y : h.x);
+}
+inline uint32_t pack_halves(float low, float high) {
+    half2 pair = __floats2half2_rn(low, high);
+    uint32_t bits;
+    memcpy(&bits, &pair, 4);
+    return bits;
+}
+inline uint32_t multiply_halves(uint32_t a, uint32_t b) {
+    return pack_halves(half_of(a, 0) * half_of(b, 0), half_of(a, 1) * half_of(b, 1));
+}
+inline uint32_t subtract_halves(uint32_t a, uint32_t b) {
+    return pack_halves(half_of(a, 0) - half_of(b, 0), half_of(a, 1) - half_of(b, 1));
+}
+inline uint32_t fma_halves(uint32_t a, uint32_t b, uint32_t c) {  // once rounded: products of halves are exact in double
+    half2 pair = {half(double(half_of(a, 0)) * half_of(b, 0) + half_of(c, 0)),
+                  half(double(half_of(a, 1)) * half_of(b, 1) + half_of(c, 1))};
+    uint32_t bits;
+    memcpy(&bits, &pair, 4);
+    return bits;
+}
+
+inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    struct Part { uint32_t a[4], b[2]; };
+    auto *slots = (unsigned char(*)[32])warp_slots();
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    Part mine = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+    memcpy(slots[lane], &mine, sizeof mine);
+    __syncwarp();
+    auto of = [&](int from) { return (const Part *)slots[from]; };
+    for (int i = 0; i < 4; i++)
+        for (int k = 0; k < 16; k++) {
+            int quad = k % 8 / 2, upper = k / 8;
+            c[i] += half_of(of(4 * g + quad)->a[i / 2 + 2 * upper], k % 2) *
+                    half_of(of(4 * (2 * t + i % 2) + quad)->b[upper], k % 2);
+        }
+    __syncwarp();
+}
+
+inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
+    auto *slots = (unsigned char(*)[32])warp_slots();
+    int lane = threadIdx.x % 32;
+    memcpy(slots[lane], &address, 4);
+    __syncwarp();
+    for (int m = 0; m < 4; m++) {
+        uint32_t row;
+        memcpy(&row, slots[8 * m + lane / 4], 4);
+        memcpy(&r[m], emulated_shared + row + lane % 4 * 4, 4);
+    }
+    __syncwarp();
+}
+
+inline uint4 load_now(const uint4 *p) { return *p; }
+
+}  // namespace reflex

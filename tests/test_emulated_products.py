@@ -1,0 +1,165 @@
+"""Products of several rows on the emulated device, kernel by kernel as on a real one, against float64.
+
+The tensor cores are emulated for what other architectures than 9.0 run: `gemm_half` with groups of four warps is for a
+device to show.
+"""
+
+from pathlib import Path
+
+import emulator
+import numpy as np
+import pytest
+from emulator.build import library
+
+from reflex_ipc.cuda import launch, linear
+from reflex_ipc.cuda.device import Device
+from reflex_ipc.cuda.driver import Driver
+from reflex_ipc.cuda.linear import Experts, Input, Limits, Matrix
+from reflex_ipc.reference.dequant import dequantise
+
+KERNELS = Path(launch.LIB) / "sm_90a" / "kernels.txt"
+pytestmark = pytest.mark.skipif(not KERNELS.exists(), reason="the kernels are not built: kernels/build.py all")
+
+LIMITS = Limits(4, 227 << 10)
+SCALES = {"Q3_K": [108], "Q4_K": [0, 2], "Q5_0": [0], "Q6_K": [208], "Q8_0": [0], "IQ3_S": [0], "MXFP4": []}
+TYPES = ["F16", "BF16", *SCALES]
+EXACT = 2e-6
+"""Of exact products: two halves have 22 bits, and float32 adds them up."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    lib = emulator.kernels(KERNELS, tmp_path_factory.mktemp("emulated"))
+    with Device(0, Driver(str(library(KERNELS)))) as device:
+        kernels, stream = launch.Kernels(device, str(lib)), device.stream()
+
+        def run(calls):
+            for call in calls:
+                function = kernels.function(call.kernel)
+                function.prepare(call.grid, call.block, call.arguments, stream, shared=call.shared)()
+            device.synchronize()
+            return [call.kernel for call in calls]
+
+        yield run
+
+
+def weight(name, n_out, n_in, rng):
+    """(bytes at a multiple of 32, values) of a matrix whose blocks differ in scale."""
+    if name in linear.FLOATS:
+        values = (rng.standard_normal((n_out, n_in)) * 2.0 ** rng.integers(-4, 5, (n_out, 1))).astype(np.float32)
+        if name == "F16":
+            raw = values.astype(np.float16).tobytes()
+        else:
+            raw = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    else:
+        kind = linear.FORMATS[name]
+        blocks = rng.integers(0, 256, (n_out * n_in // kind.block, kind.block_bytes), dtype=np.uint8)
+        for at in SCALES[name]:
+            scale = (rng.uniform(0.5, 1, len(blocks)) * 2.0 ** rng.integers(-12, -4, len(blocks))).astype(np.float16)
+            blocks[:, at : at + 2] = scale.view(np.uint8).reshape(-1, 2)
+        if name == "MXFP4":
+            blocks[:, 0] = rng.integers(116, 125, len(blocks))
+        raw = blocks.tobytes()
+    return raw, dequantise(raw, name, n_out * n_in).reshape(n_out, n_in).astype(np.float64)
+
+
+def room(data, dtype=np.uint8):
+    """An array with this content at a multiple of 256 bytes, with room to read beyond."""
+    data = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data.reshape(-1).view(np.uint8)
+    whole = np.full(len(data) + 512, 0xFF, np.uint8)
+    start = -whole.ctypes.data % 256
+    whole[start : start + len(data)] = data
+    return whole[start : start + len(data)].view(dtype)
+
+
+def error(got, expected, size):
+    """The greatest error of a row, norm over norm of what its sums are made of."""
+    return float((np.linalg.norm(got - expected, axis=-1) / np.linalg.norm(size, axis=-1)).max())
+
+
+def rows(m, n, rng):
+    x = rng.standard_normal((m, n)) * 10.0 ** rng.uniform(-6, 6, (m, 1))
+    x[:, :: n // 7] *= 30
+    return x.astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "exact"),
+    [*((n, 5, False) for n in TYPES), *((n, 17, True) for n in TYPES), ("Q4_K", 70, False), ("Q6_K", 130, True)],
+)
+def test_rows(run, name, m, exact):
+    rng = np.random.default_rng([m, *name.encode()])
+    n_out, n_in = (40, 256) if m < 70 else (130, 512)
+    raw, w = weight(name, n_out, n_in, rng)
+    at, x, out = room(raw), room(rows(m, n_in, rng), np.float32), room(np.full((m, n_out + 3), np.nan, np.float32))
+    matrix = [Matrix(name, at.ctypes.data, n_out, out.ctypes.data, n_out + 3)]
+    scratch = room(np.full(linear.scratch_bytes(m, n_in, matrix, exact=exact), 0xFF, np.uint8))
+    calls = linear.linear(LIMITS, Input(x.ctypes.data, m, n_in, n_in), matrix, scratch.ctypes.data, exact=exact)
+    run(calls)
+    x = x.reshape(m, n_in).astype(np.float64)
+    got = out.view(np.float32).reshape(m, -1)
+    assert np.isnan(got[:, n_out:]).all()
+    found = error(got[:, :n_out], x @ w.T, np.sqrt((x * x) @ (w * w).T))
+    assert found < (EXACT if exact else 9e-4)
+    assert exact or found > 1e-5, "half precision is what it says"
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_exact_rows_with_norm_bias_and_residual(run, swiglu):
+    rng = np.random.default_rng(3)
+    m, n_out, n_in = 33, 100, 256
+    x, norm = room(rows(m, n_in, rng), np.float32), room(rng.uniform(0.5, 1.5, n_in).astype(np.float32), np.float32)
+    norm *= 0.05
+    residual = rng.standard_normal((m, n_out)).astype(np.float32)
+    wide = x.reshape(m, n_in).astype(np.float64)
+    wide = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-6) * norm
+    keep, matrices, sides = [], [], []
+    for name in ("Q4_K", "Q4_K" if swiglu else "F16"):
+        raw, w = weight(name, n_out, n_in, rng)
+        at, bias = room(raw), room(rng.standard_normal(n_out).astype(np.float32), np.float32)
+        out = room(residual, np.float32)
+        keep.append((at, bias, out))
+        matrices.append(Matrix(name, at.ctypes.data, n_out, out.ctypes.data, n_out, bias.ctypes.data, out.ctypes.data))
+        terms = bias**2 if swiglu else bias**2 + residual.astype(np.float64) ** 2
+        sides.append((wide @ w.T + bias, np.sqrt((wide**2) @ (w**2).T + terms)))
+    scratch = room(np.full(linear.scratch_bytes(m, n_in, matrices, swiglu, exact=True), 0xFF, np.uint8))
+    entry = Input(x.ctypes.data, m, n_in, n_in, norm.ctypes.data, 1e-6)
+    run(linear.linear(LIMITS, entry, matrices, scratch.ctypes.data, swiglu=swiglu, exact=True))
+    outs = [out.reshape(m, n_out) for _, _, out in keep]
+    if swiglu:
+        (gate, gate_size), (up, up_size) = sides
+        silu = gate / (1 + np.exp(-gate))
+        size = 1.1 * gate_size * np.abs(up) + np.abs(silu) * up_size + np.abs(residual)
+        assert error(outs[0], silu * up + residual, size) < EXACT
+    else:
+        for out, (expected, size) in zip(outs, sides, strict=True):
+            assert error(out, expected + residual, size) < EXACT
+
+
+@pytest.mark.parametrize("per_expert", [False, True])
+@pytest.mark.parametrize(("m", "n_expert"), [(7, 7), (23, 3)])
+@pytest.mark.parametrize("name", ["F16", "BF16", "Q4_K", "Q5_0", "Q6_K"])
+def test_experts(run, name, m, n_expert, per_expert):
+    """Some experts have many tokens, some none; and every slot is written once."""
+    rng = np.random.default_rng([m, n_expert])
+    n_used, n_in, n_out = min(4, n_expert - 1), 256, 45
+    made = [weight(name, n_out, n_in, rng) for _ in range(n_expert)]
+    at = room(b"".join(raw for raw, _ in made))
+    x = rows(m, n_in * (n_used if per_expert else 1), rng)
+    x_at = room(x, np.float32)
+    ids = np.stack([rng.permutation(n_expert - 1)[:n_used] for _ in range(m)])
+    routes = room(np.concatenate([ids, np.full((m, n_used), np.nan)], axis=1).astype(np.float32), np.float32)
+    out = room(np.full((m, n_used, n_out), np.nan, np.float32), np.float32)
+    experts = Experts(routes.ctypes.data, 2 * n_used, n_used, len(made[0][0]), n_expert)
+    size = linear.expert_scratch_bytes(m, n_in, name, experts, per_expert=per_expert)
+    scratch = room(np.full(size, 0xFF, np.uint8))
+    entry = Input(x_at.ctypes.data, m, n_in, x.shape[1])
+    matrix = Matrix(name, at.ctypes.data, n_out, out.ctypes.data, n_out)
+    calls = linear.expert_linear(LIMITS, entry, matrix, experts, scratch.ctypes.data, per_expert=per_expert)
+    names = run(calls)
+    assert names == ["group_experts", "prepare_rows", f"grouped_{name.lower()}"]
+    parts = x.reshape(m, -1, n_in).astype(np.float64)
+    parts = np.broadcast_to(parts, (m, n_used, n_in))
+    w = np.stack([values for _, values in made])[ids]
+    expected, sizes = np.einsum("tki,tkoi->tko", parts, w), np.sqrt(np.einsum("tki,tkoi->tko", parts**2, w**2))
+    assert error(out.reshape(m, n_used, n_out), expected, sizes) < EXACT

@@ -15,8 +15,10 @@ if __name__ == "__main__":
         package = __file__.rpartition("/")[0]
         sys.path[:] = [*(path for path in sys.path if path != package), package.rpartition("/")[0]]
     # Ctrl-C ends the process at once and without a traceback, also while it still imports; what was printed is out.
-    # Commands that have something to put away set handlers of their own.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Commands that have something to put away set handlers of their own. What a shell has its background jobs ignore
+    # stays ignored.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     from reflex_ipc.stamps import stamp
 

@@ -7,7 +7,16 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from reflex_ipc.errors import ContextOverflowError, DeviceError, OutOfMemoryError, ReflexError
+from reflex_ipc.errors import (
+    CancelledError,
+    ContextOverflowError,
+    DeadlineError,
+    DeviceError,
+    InvalidRequestError,
+    OutOfMemoryError,
+    ReflexError,
+    TemplateError,
+)
 from reflex_ipc.messages import (
     Detokenize,
     Done,
@@ -16,6 +25,7 @@ from reflex_ipc.messages import (
     Generate,
     Info,
     Limits,
+    Prompt,
     Request,
     Result,
     Score,
@@ -29,7 +39,7 @@ if TYPE_CHECKING:
     from reflex_ipc.engine import Token as EngineToken
 
 Poll = Callable[[], str | None]
-"""Called between tokens and between pieces of the prompt; "cancelled" or "deadline" ends the generation."""
+"""Asked whether to go on, between tokens and inside whatever takes long; "cancelled" or "deadline" ends the answer."""
 
 
 def answer(engine: "Engine", request: Request, limits: Limits, queued_ms: float, poll: Poll) -> Iterator[Event]:
@@ -40,7 +50,7 @@ def answer(engine: "Engine", request: Request, limits: Limits, queued_ms: float,
         elif isinstance(request, Score):
             yield from _score(engine, request, limits, queued_ms, poll)
         elif isinstance(request, Tokenize):
-            yield Result(request.id, {"tokens": engine.tokenize(request.text, special=request.special)})
+            yield Result(request.id, {"tokens": engine.tokenize(request.text, special=request.special, poll=poll)})
         elif isinstance(request, Detokenize):
             yield Result(request.id, {"text": engine.detokenize(request.tokens)})
         elif isinstance(request, Info):
@@ -52,7 +62,22 @@ def answer(engine: "Engine", request: Request, limits: Limits, queued_ms: float,
         if isinstance(known, DeviceError):  # nothing this process does will work again
             yield Error(request.id, known.code, str(known), fatal=True, exit_code=known.exit_code)
         else:
-            yield Error(request.id, known.code, str(known), getattr(known, "field", None))
+            yield Error(request.id, known.code, str(known), _field(request, known))
+
+
+def _field(request: Request, error: ReflexError) -> str | None:
+    """The request's field that an error is about. The engine calls `prompt` what came as `tokens` or `messages`."""
+    field: str | None = getattr(error, "field", None)
+    if isinstance(error, DeadlineError):
+        return "deadline_ms"
+    if field is None and isinstance(error, ContextOverflowError | TemplateError):
+        field = "prompt"
+    if field is None and isinstance(request, Detokenize) and isinstance(error, InvalidRequestError):
+        return "tokens"
+    if field is not None and (field == "prompt" or field.startswith("prompt[")):
+        given = (name for name in ("tokens", "messages") if getattr(request, name, None) is not None)
+        return next(given, "prompt") + field.removeprefix("prompt")
+    return field
 
 
 def typed(error: Exception) -> ReflexError:
@@ -69,15 +94,20 @@ def typed(error: Exception) -> ReflexError:
 
 def _generate(
     engine: "Engine", request: Generate, limits: Limits, queued_ms: float, poll: Poll
-) -> Iterator[Started | Token | Done]:
+) -> Iterator[Started | Prompt | Token | Done]:
     from reflex_ipc.sampler import Sampling
 
-    prompt: Any = request.prompt if request.tokens is None else request.tokens
-    if request.messages is not None:
-        prompt = engine.chat(request.messages, request.template_arguments)
-    elif request.prompt is not None:
-        engine.tokenizer.check_length(request.prompt, engine.n_ctx)
-        prompt = engine.tokenize(request.prompt)
+    try:
+        prompt: Any = request.prompt if request.tokens is None else request.tokens
+        if request.messages is not None:
+            prompt = engine.chat(request.messages, request.template_arguments, poll=poll)
+        elif request.prompt is not None:
+            engine.tokenizer.check_length(request.prompt, engine.n_ctx)
+            prompt = engine.tokenize(request.prompt, poll=poll)
+    except (CancelledError, DeadlineError) as told:
+        usage = {"prompt_tokens": 0, "reused_tokens": 0, "completion_tokens": 0}
+        yield Done(request.id, told.code, "", usage, {"queued_ms": queued_ms})
+        return
     _check_prompt(len(prompt), limits)
     generation = engine.generate(
         prompt,
@@ -85,14 +115,18 @@ def _generate(
         sampling=Sampling(**request.sampling),
         stop=request.stop,
         ignore_eos=request.ignore_eos,
+        prompt_logprobs=request.prompt_logprobs,
         poll=poll,
     )
     try:
         yield Started(request.id, generation.prompt_tokens)
-        texts = []
+        texts: list[str] = []
         for index, token in enumerate(generation):
-            texts.append(token.text)
-            yield _token(engine, request, index, token)
+            if token.of_prompt:
+                yield _prompt_token(engine, request, index, len(prompt), token)
+            else:
+                yield _token(engine, request, len(texts), token)
+                texts.append(token.text)
         usage = {
             "prompt_tokens": generation.prompt_tokens,
             "reused_tokens": generation.reused_tokens,
@@ -155,11 +189,25 @@ def _check_prompt(n_tokens: int, limits: Limits) -> None:
 
 
 def _token(engine: "Engine", request: Generate, index: int, token: "EngineToken") -> Token:
-    top = None
-    if token.id is not None and request.sampling.get("top_logprobs"):
-        top = [_alternative(engine, *each) for each in token.top]
     raw = None if token.raw is None else tuple(token.raw)
-    return Token(request.id, index, token.id, token.text, token.logprob, raw, top)
+    return Token(request.id, index, token.id, token.text, token.logprob, raw, _top(engine, request, token))
+
+
+def _prompt_token(engine: "Engine", request: Generate, index: int, n: int, token: "EngineToken") -> Prompt:
+    assert token.id is not None
+    text, raw = token.text, token.raw
+    tokenizer = engine.tokenizer
+    added = (index == 0 and tokenizer.add_bos) or (index == n - 1 and tokenizer.add_eos)
+    if request.prompt is not None and added:  # it stands in no text
+        text, raw = "", raw or text.encode()
+    bytes_ = None if raw is None else tuple(raw)
+    return Prompt(request.id, index, token.id, text, token.logprob, bytes_, _top(engine, request, token))
+
+
+def _top(engine: "Engine", request: Generate, token: "EngineToken") -> list[dict[str, Any]] | None:
+    if token.id is None or token.logprob is None or not request.sampling.get("top_logprobs"):
+        return None
+    return [_alternative(engine, *each) for each in token.top]
 
 
 def _alternative(engine: "Engine", id: int, logprob: float) -> dict[str, Any]:

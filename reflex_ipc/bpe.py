@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, repeat
 
-from reflex_ipc.errors import InvalidRequestError, ModelFileError
+from reflex_ipc.errors import InvalidRequestError, ModelFileError, Watch
 from reflex_ipc.gguf_header import StringArray
 
 _NO_RANK = 1 << 62
@@ -18,6 +18,7 @@ _PATIENCE = 1.0  # search until that has cost as much as the dictionaries do: as
 _FIRST_BLOCK = 1 << 12  # strings searched before anything is decided by them
 _NEAR = 256  # tokens looked at from where one is likely
 _CACHED_PIECES = 1 << 16
+_BETWEEN_LOOKS = 4096  # merges; a few milliseconds
 _CACHED_LENGTH = 64  # characters; longer pieces do not come back
 
 
@@ -38,10 +39,11 @@ BYTES = {letter: byte for byte, letter in enumerate(LETTERS)}
 """The byte of each letter."""
 
 
-def merge(symbols: Sequence[bytes], ranks: Mapping[bytes, int]) -> list[bytes]:
+def merge(symbols: Sequence[bytes], ranks: Mapping[bytes, int], watch: Watch | None = None) -> list[bytes]:
     """Merges the neighbouring pair of lowest rank, the leftmost of equals, until no pair has a rank.
 
     Keeps the pairs in a heap, so n symbols cost O(n log n): a piece can be as long as the text, if that is one word.
+    `watch` is called once, and again while that goes on.
     """
     n = len(symbols)
     rank = ranks.get
@@ -53,24 +55,27 @@ def merge(symbols: Sequence[bytes], ranks: Mapping[bytes, int]) -> list[bytes]:
     heap = [pair * n + i for i, pair in enumerate(pairs) if pair != _NO_RANK]  # in order of rank, then of place
     heapq.heapify(heap)
     while heap:
-        pair, i = divmod(heapq.heappop(heap), n)
-        if pairs[i] != pair:  # one of the two has been merged with another since
-            continue
-        j = after[i]
-        k = after[i] = after[j]
-        h = before[i]
-        left[i] = merged = left[i] + left[j]
-        left[j] = b""
-        pairs[i] = pairs[j] = _NO_RANK
-        if k < n:
-            before[k] = i
-            pairs[i] = pair = rank(merged + b" " + left[k], _NO_RANK)
-            if pair != _NO_RANK:
-                heapq.heappush(heap, pair * n + i)
-        if h >= 0:
-            pairs[h] = pair = rank(left[h] + b" " + merged, _NO_RANK)
-            if pair != _NO_RANK:
-                heapq.heappush(heap, pair * n + h)
+        if watch is not None:
+            watch()
+        for _ in range(min(len(heap), _BETWEEN_LOOKS)):
+            pair, i = divmod(heapq.heappop(heap), n)
+            if pairs[i] != pair:  # one of the two has been merged with another since
+                continue
+            j = after[i]
+            k = after[i] = after[j]
+            h = before[i]
+            left[i] = merged = left[i] + left[j]
+            left[j] = b""
+            pairs[i] = pairs[j] = _NO_RANK
+            if k < n:
+                before[k] = i
+                pairs[i] = pair = rank(merged + b" " + left[k], _NO_RANK)
+                if pair != _NO_RANK:
+                    heapq.heappush(heap, pair * n + i)
+            if h >= 0:
+                pairs[h] = pair = rank(left[h] + b" " + merged, _NO_RANK)
+                if pair != _NO_RANK:
+                    heapq.heappush(heap, pair * n + h)
     return [symbol for symbol in left if symbol]
 
 
@@ -117,13 +122,16 @@ class BytePairs:
         self.dropped: set[int] = set()
         """The bytes that no token of the file has and that were lost from a text; so other engines do too."""
 
-    def encode(self, pieces: Iterable[str | int]) -> list[int]:
-        """The ids of all pieces; what is an id already stays one. Raises InvalidRequestError for half a character."""
+    def encode(self, pieces: Iterable[str | int], watch: Watch | None = None) -> list[int]:
+        """The ids of all pieces; what is an id already stays one.
+
+        `watch` is called now and then, if there is much to do. Raises InvalidRequestError for half a character.
+        """
         pieces = list(pieces)
         cache = self._cache
         new = {piece: _symbols(piece) for piece in pieces if isinstance(piece, str) and piece not in cache}
         if new:
-            cache.update(self._encode_new(new))
+            cache.update(self._encode_new(new, watch))
         ids: list[int] = []
         for piece in pieces:
             if isinstance(piece, int):
@@ -160,7 +168,7 @@ class BytePairs:
         self._ranks = dict(zip(reversed(merges), range(len(merges) - 1, -1, -1), strict=True))
         self._ids = ids
 
-    def _encode_new(self, pieces: dict[str, list[bytes]]) -> dict[str, list[int]]:
+    def _encode_new(self, pieces: dict[str, list[bytes]], watch: Watch | None) -> dict[str, list[int]]:
         if not self._ids:
             self._work += _CANDIDATE * sum(n_candidates(len(symbols)) for symbols in pieces.values())
             if self._work <= _PATIENCE * (len(self._tokens) + len(self._merges)):
@@ -169,7 +177,7 @@ class BytePairs:
         found, ranks = self._ids, self._ranks
         whole = self._whole(pieces, found) if self._ignore_merges else {}
         return whole | {
-            piece: self._symbol_ids(merge(symbols, ranks), found)
+            piece: self._symbol_ids(merge(symbols, ranks, watch), found)
             for piece, symbols in pieces.items()
             if piece not in whole
         }

@@ -79,7 +79,7 @@ def _fail(message: str, code: int) -> int:
 
 def _end_by(number: signal.Signals) -> NoReturn:
     signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
+    signal.raise_signal(number)  # to this thread: it does not return
     raise SystemExit(128 + number)
 
 

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from reflex_ipc import archs
 from reflex_ipc.environment import complete_site, model_path
-from reflex_ipc.errors import ContextOverflowError, InvalidRequestError, ModelFileError, UnsupportedModelError
+from reflex_ipc.errors import (
+    CancelledError,
+    ContextOverflowError,
+    DeadlineError,
+    InvalidRequestError,
+    ModelFileError,
+    UnsupportedModelError,
+    go_on,
+)
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.plan import PREFILL_CHUNK, Plan, Step
 from reflex_ipc.sampler import Sampled, Sampler, Sampling
@@ -35,11 +43,17 @@ DEVICE_NODES = ("/dev/nvidiactl", "/dev/dxg")
 Progress = Callable[[str, int, int], None]
 """Called while a model opens with a phase, what is done of it, and the total."""
 Poll = Callable[[], str | None]
-"""Called between tokens and between chunks of a prompt; "cancelled" or "deadline" ends the answer."""
+"""Asked whether to go on, between tokens and inside whatever takes long: "cancelled" or "deadline" ends the answer."""
+PROMPT_ROWS = 64
+"""Tokens of a prompt whose logits are on the host at once, where each one's log-probability is wanted."""
 
 
 class Executor(Protocol):
-    """What a backend does with a plan. It holds one sequence, `n_past` tokens long."""
+    """What a backend does with a plan. It holds one sequence, `n_past` tokens long.
+
+    Whatever takes a `poll` asks it where that costs nothing. Where it says to stop, CancelledError or DeadlineError is
+    raised; a step that was under way has then forgotten the sequence, as `reset` does.
+    """
 
     n_ctx: int
 
@@ -52,20 +66,20 @@ class Executor(Protocol):
     def reserve(self, n_tokens: int) -> None:
         """Make room for a sequence of `n_tokens`, at most `n_ctx`. Raises OutOfMemoryError with the sum."""
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: Step, poll: Poll | None = None) -> None:
         """Run a step. The logits of its rows stay with the executor until the next one."""
 
     def logits(self) -> "npt.NDArray[np.float32]":
         """(rows of the last step, n_vocab), on the host."""
 
-    def score(self, step: Step, targets: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score(self, step: Step, targets: Sequence[Sequence[int]], poll: Poll | None = None) -> list[list[float]]:
         """Run a step; for each of its rows, the log-probabilities of the row's target tokens."""
 
     def step_limit(self, n_past: int) -> int:
         """How many tokens one step behind `n_past` others may have, by the memory there is."""
 
-    def decode(self, sampler: Sampler) -> Iterator[Sampled]:
-        """Sample from the last row, yield, feed back, for ever; never more than one token ahead of the caller."""
+    def decode(self, sampler: Sampler, poll: Poll | None = None) -> Iterator[Sampled]:
+        """Sample from the last row, yield, ask, feed back, for ever; never more than one token ahead of the caller."""
 
     def close(self) -> None: ...
 
@@ -76,6 +90,9 @@ class Token(NamedTuple):
     `text` has whole characters only and nothing that may yet turn out to be a stop string; it can be empty, or begin
     with what was held back before. `raw` is the token's own bytes wherever `text` is not just them. What is still held
     back at the end comes last, with `id` None.
+
+    Tokens `of_prompt` come first, if they were asked for: the prompt's own, control tokens as the file writes them,
+    each with what the model thought of it after those before it. The first has no `logprob`.
     """
 
     id: int | None
@@ -83,6 +100,7 @@ class Token(NamedTuple):
     logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
     raw: bytes | None = None
+    of_prompt: bool = False
 
 
 class Engine:
@@ -190,20 +208,25 @@ class Engine:
     def n_vocab(self) -> int:
         return self.plan.n_vocab
 
-    def tokenize(self, text: str, *, special: bool = True) -> list[int]:
-        """Ids of a text, with the begin-of-sequence token where the file asks for one."""
-        return self.tokenizer.encode(text, special=special)
+    def tokenize(self, text: str, *, special: bool = True, poll: Poll | None = None) -> list[int]:
+        """Ids of a text, with the begin-of-sequence token where the file asks for one.
+
+        Raises CancelledError or DeadlineError where `poll` says so.
+        """
+        return self.tokenizer.encode(text, special=special, poll=poll)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids)
 
-    def chat(self, messages: Sequence[dict[str, Any]], arguments: dict[str, Any] | None = None) -> list[int]:
+    def chat(
+        self, messages: Sequence[dict[str, Any]], arguments: dict[str, Any] | None = None, *, poll: Poll | None = None
+    ) -> list[int]:
         """Ids of a conversation, rendered by the file's own template up to where the answer begins.
 
         `arguments` reach the template as they are (`enable_thinking`, `tools`). Control tokens are recognised in the
         template's own text only. Raises InvalidRequestError and TemplateError.
         """
-        ids = self.tokenizer.encode_parts(self.template.render(list(messages), arguments=arguments).parts)
+        ids = self.tokenizer.encode_parts(self.template.render(list(messages), arguments=arguments).parts, poll)
         stamp("tokens")
         return ids
 
@@ -257,10 +280,11 @@ class Engine:
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
+        prompt_logprobs: bool = False,
         poll: Poll | None = None,
         **fields: Any,
     ) -> "Generation":
-        """An iterator over the tokens that follow `prompt`, a text or ids.
+        """An iterator over the tokens that follow `prompt`, a text or ids; `prompt_logprobs`: over the prompt's, too.
 
         How tokens are chosen is said by `sampling`, or by its fields (`temperature=0.8, seed=7`); greedily without.
         Raises InvalidRequestError and ContextOverflowError here, before anything is computed. An answer that would
@@ -269,7 +293,7 @@ class Engine:
         if sampling is not None and fields:
             raise InvalidRequestError(f"sampling was given, and {', '.join(fields)} besides; one or the other")
         sampling = sampling or Sampling(**fields)
-        ids = self.prompt(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self.prompt(prompt, poll) if isinstance(prompt, str) else list(prompt)
         self._check(ids)
         if max_tokens < 0:
             raise InvalidRequestError(f"max_tokens is {max_tokens}; it cannot be negative", "max_tokens")
@@ -277,123 +301,56 @@ class Engine:
         sampler = Sampler(sampling, self.n_vocab, ids)
         self._begin(min(self.n_ctx, len(ids) + max_tokens))
         stamp("reserve")
-        self._running = Generation(self, ids, max_tokens, sampler, stops, ignore_eos, poll)
+        self._running = Generation(self, ids, max_tokens, sampler, stops, ignore_eos, prompt_logprobs, poll)
         return self._running
 
-    def score(
-        self,
-        prompt: str | Sequence[dict[str, Any]],
-        candidates: Sequence[str],
-        *,
-        normalize: str = "sum",
-        temperature: float = 1.0,
-        join: str = "",
-        end: bool = False,
-        arguments: dict[str, Any] | None = None,
-    ) -> "Scores":
+    def score(self, prompt: str | Sequence[dict[str, Any]], candidates: Sequence[str], **options: Any) -> "Scores":
         """How likely each candidate is as the continuation of `prompt`, a text or the messages of a chat.
 
-        `normalize` is "sum", "mean", "byte" or "pmi"; `join` stands between prompt and candidate; `end` adds the token
-        that ends a turn to every candidate. docs/scoring.md defines the numbers. Raises InvalidRequestError,
-        TemplateError and ContextOverflowError.
+        The options are the fields of `scoring.Options`; docs/scoring.md defines the numbers. Raises
+        InvalidRequestError, TemplateError and ContextOverflowError.
         """
-        return self.scoring(
-            prompt,
-            candidates,
-            normalize=normalize,
-            temperature=temperature,
-            join=join,
-            end=end,
-            arguments=arguments,
-        ).run()
+        return self.scoring(prompt, candidates, **options).run()
 
     def scoring(
         self,
         prompt: str | Sequence[dict[str, Any]],
         candidates: Sequence[str],
         *,
-        normalize: str = "sum",
-        temperature: float = 1.0,
-        join: str = "",
-        end: bool = False,
-        arguments: dict[str, Any] | None = None,
         poll: Poll | None = None,
+        **options: Any,
     ) -> "Scoring":
         """What `score` runs, checked and tokenised but not run yet."""
         from reflex_ipc import scoring
 
-        scoring.check(candidates, normalize, temperature)
-        context, tails, healed = self._split(prompt, candidates, join, end, arguments)
+        chosen = scoring.Options(**options)
+        scoring.check(candidates, chosen)
+        if isinstance(prompt, str):
+            texts = scoring.of_text(self.tokenizer, prompt, candidates, chosen.join, poll)
+        else:
+            parts = self.template.render(list(prompt), arguments=chosen.arguments).parts
+            texts = scoring.of_parts(self.tokenizer, parts, candidates, chosen.join, poll)
+        split = scoring.split(self.tokenizer, *texts, end=chosen.end)
         stamp("tokens")
-        longest = len(context) + max(map(len, tails)) - 1
+        longest = len(split.context) + max(len(tail.tokens) for tail in split.tails) - 1
         if longest > self.n_ctx:
             raise ContextOverflowError(
                 f"prompt and longest candidate have {longest} tokens, the context holds {self.n_ctx}"
             )
-        self._begin(len(context))
+        self._begin(len(split.context))
         stamp("reserve")
-        return scoring.Scoring(
-            self._executor,
-            context,
-            [
-                scoring.Tail(text, tuple(ids), sum(len(self._bytes(i)) for i in ids))
-                for text, ids in zip(candidates, tails, strict=True)
-            ],
-            self._neutral() if normalize == "pmi" else None,
-            normalize=normalize,
-            temperature=temperature,
-            healed=healed,
-            poll=poll,
-        )
+        return scoring.Scoring(self._executor, split, chosen, poll)
 
-    def _split(
-        self,
-        prompt: str | Sequence[dict[str, Any]],
-        candidates: Sequence[str],
-        join: str,
-        end: bool,
-        arguments: dict[str, Any] | None,
-    ) -> tuple[list[int], list[list[int]], int]:
-        """The tokens before the border, each candidate's behind it, and how many of the prompt's lie behind it."""
-        from reflex_ipc import scoring
-
-        tokenizer = self.tokenizer
-        if isinstance(prompt, str):
-            texts = [
-                tokenizer.encode(prompt + tail, bos=tokenizer.add_bos) for tail in ("", *(join + c for c in candidates))
-            ]
-        else:
-            parts = self.template.render(list(prompt), arguments=arguments).parts
-            texts = [tokenizer.encode_parts(parts)]
-            texts += [tokenizer.encode_parts([*parts, (join + text, False)]) for text in candidates]
-        ids, *texts = texts
-        if end:
-            ending = tokenizer.eot if tokenizer.eot is not None else tokenizer.eos
-            if ending is None:
-                raise InvalidRequestError("the file names no token that ends a turn")
-            texts = [[*text, ending] for text in texts]
-        n = scoring.border(ids, texts)
-        context = ids[:n] if n else [self._neutral()]
-        return context, [text[n:] for text in texts], len(ids) - n
-
-    def _neutral(self) -> int:
-        """The token that stands for no context at all."""
-        tokenizer = self.tokenizer
-        for token in (tokenizer.bos, tokenizer.eos, tokenizer.eot):
-            if token is not None:
-                return token
-        raise InvalidRequestError("the file names no token that begins or ends a text, so nothing can come before")
-
-    def _bytes(self, token: int) -> bytes:
-        """What a token adds to the text; a padding row of the output matrix, beyond the vocabulary, adds nothing."""
-        return self.tokenizer.token_bytes(token) if token < self.tokenizer.n_vocab else b""
-
-    def prompt(self, text: str) -> list[int]:
+    def prompt(self, text: str, poll: Poll | None = None) -> list[int]:
         """The ids of a prompt; one that no tokens could make fit is refused before it is taken apart."""
         self.tokenizer.check_length(text, self.n_ctx)
-        ids = self.tokenize(text)
+        ids = self.tokenize(text, poll=poll)
         stamp("tokens")
         return ids
+
+    def _bytes(self, token: int, special: bool = False) -> bytes:
+        """What a token adds to the text; a padding row of the output matrix, beyond the vocabulary, adds nothing."""
+        return self.tokenizer.token_bytes(token, special) if token < self.tokenizer.n_vocab else b""
 
     def _begin(self, n_tokens: int) -> None:
         """End the answer under way, forget its sequence, make room for one of `n_tokens`."""
@@ -412,7 +369,9 @@ class Engine:
             raise ContextOverflowError(f"the prompt has {len(ids)} tokens, the context holds {self.n_ctx}")
         for i, token in enumerate(ids):
             if not 0 <= token < self.n_vocab:
-                raise InvalidRequestError(f"token {i} of the prompt is {token}; ids go from 0 to {self.n_vocab - 1}")
+                raise InvalidRequestError(
+                    f"token {i} of the prompt is {token}; ids go from 0 to {self.n_vocab - 1}", f"prompt[{i}]"
+                )
 
 
 class Generation:
@@ -426,6 +385,7 @@ class Generation:
         sampler: Sampler,
         stops: StopStrings,
         ignore_eos: bool,
+        prompt_logprobs: bool,
         poll: Poll | None,
     ) -> None:
         self.prompt_tokens = len(ids)
@@ -434,7 +394,15 @@ class Generation:
         self.finish_reason: str | None = None
         self.timings: dict[str, float] = {}
         self.seed = sampler.sampling.seed
-        self._tokens = self._run(engine, ids, max_tokens, sampler, stops, ignore_eos, poll)
+        self._engine = engine
+        self._executor = engine._executor
+        self._max_tokens = max_tokens
+        self._sampler = sampler
+        self._stops = stops
+        self._ignore_eos = ignore_eos
+        self._poll = poll
+        self._text = engine.tokenizer.decoder()
+        self._tokens = self._run(ids, prompt_logprobs)
 
     def __iter__(self) -> "Generation":
         return self
@@ -446,76 +414,87 @@ class Generation:
         """Stop here. The engine is ready for the next request."""
         self._tokens.close()
 
-    def _run(
-        self,
-        engine: Engine,
-        ids: Sequence[int],
-        max_tokens: int,
-        sampler: Sampler,
-        stops: StopStrings,
-        ignore_eos: bool,
-        poll: Poll | None,
-    ) -> Generator[Token, None, None]:
+    def _run(self, ids: Sequence[int], prompt_logprobs: bool) -> Generator[Token, None, None]:
         began = time.perf_counter()
-        executor, tokenizer = engine._executor, engine.tokenizer
-        text = tokenizer.decoder()
         try:
-            if not self._prefill(executor, ids, poll):
-                return
-            stamp("prompt")
-            self.timings["prompt_ms"] = (time.perf_counter() - began) * 1e3
-            if poll is not None and (reason := poll()):
-                self.finish_reason = reason
-                return
-            room = engine.n_ctx - len(ids)
-            if max_tokens == 0 or room == 0:
-                self.finish_reason = "length" if max_tokens == 0 else "context"
-                return
-            for sampled in executor.decode(sampler):
-                if "first_token_ms" not in self.timings:
-                    stamp("first token")
-                    self.timings["first_token_ms"] = (time.perf_counter() - began) * 1e3
-                if sampled.id in tokenizer.eog and not ignore_eos:
-                    self.finish_reason = "stop"
-                    break
-                # The padding rows of an output matrix are beyond the vocabulary and spell nothing.
-                pushed = text.push(sampled.id) if sampled.id < tokenizer.n_vocab else ""
-                piece, stopped = stops.push(pushed)
-                raw = engine._bytes(sampled.id)
-                self.completion_tokens += 1
-                if stopped:
-                    self.finish_reason = "stop_string"
-                elif self.completion_tokens == max_tokens:
-                    self.finish_reason = "length"
-                elif self.completion_tokens == room:
-                    self.finish_reason = "context"
-                own = None if piece.encode() == raw else raw
-                yield Token(sampled.id, piece, sampled.logprob, sampled.top, own)
-                if self.finish_reason is None and poll is not None:
-                    self.finish_reason = poll()
-                if self.finish_reason is not None:
-                    break
+            try:
+                if prompt_logprobs:
+                    yield from self._prefill_rated(ids)
+                else:
+                    self._prefill(ids)
+                stamp("prompt")
+                self.timings["prompt_ms"] = (time.perf_counter() - began) * 1e3
+                go_on(self._poll)
+                yield from self._decode(began)
+            except (CancelledError, DeadlineError) as told:
+                self.finish_reason = told.code
             if self.finish_reason != "stop_string":
-                piece, _ = stops.push(text.finish())
-                rest = piece + stops.flush()
+                piece, _ = self._stops.push(self._text.finish())
+                rest = piece + self._stops.flush()
                 if rest:
                     yield Token(None, rest, None)
         finally:
             if self.finish_reason is None:
-                self.finish_reason = "cancelled"
+                self.finish_reason = CancelledError.code
             stamp("answer")
             self.timings["total_ms"] = (time.perf_counter() - began) * 1e3
 
-    def _prefill(self, executor: Executor, ids: Sequence[int], poll: Poll | None) -> bool:
-        """Run the prompt through the model; False when `poll` ended it."""
+    def _prefill(self, ids: Sequence[int]) -> None:
         for start in range(0, len(ids), PREFILL_CHUNK):
-            if poll is not None and (reason := poll()):
-                self.finish_reason = reason
-                return False
+            go_on(self._poll)
             chunk = ids[start : start + PREFILL_CHUNK]
             last = start + len(chunk) == len(ids)
-            executor.forward(Step.text(chunk, start, [len(chunk) - 1] if last else []))
-        return True
+            self._executor.forward(Step.text(chunk, start, [len(chunk) - 1] if last else []), self._poll)
+
+    def _prefill_rated(self, ids: Sequence[int]) -> Iterator[Token]:
+        """The prompt's tokens with their log-probabilities: each position says what it thinks of the next."""
+        text = self._engine.tokenizer.decoder(special=True)
+
+        def token(at: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> Token:
+            raw = self._engine._bytes(ids[at], special=True)
+            piece = text.push(ids[at]) if ids[at] < self._engine.tokenizer.n_vocab else ""
+            if at == len(ids) - 1:
+                piece += text.finish()
+            return Token(ids[at], piece, logprob, top, None if piece.encode() == raw else raw, True)
+
+        yield token(0, None, ())
+        for start in range(0, len(ids), PROMPT_ROWS):
+            go_on(self._poll)
+            chunk = ids[start : start + PROMPT_ROWS]
+            self._executor.forward(Step.text(chunk, start, range(len(chunk))), self._poll)
+            for at, logits in enumerate(self._executor.logits(), start + 1):
+                if at < len(ids):
+                    sampled = self._sampler.rate(logits, ids[at])
+                    yield token(at, sampled.logprob, sampled.top)
+
+    def _decode(self, began: float) -> Iterator[Token]:
+        tokenizer = self._engine.tokenizer
+        room = self._engine.n_ctx - self.prompt_tokens
+        if self._max_tokens == 0 or room == 0:
+            self.finish_reason = "length" if self._max_tokens == 0 else "context"
+            return
+        for sampled in self._executor.decode(self._sampler, self._poll):
+            if "first_token_ms" not in self.timings:
+                stamp("first token")
+                self.timings["first_token_ms"] = (time.perf_counter() - began) * 1e3
+            if sampled.id in tokenizer.eog and not self._ignore_eos:
+                self.finish_reason = "stop"
+                return
+            # The padding rows of an output matrix are beyond the vocabulary and spell nothing.
+            pushed = self._text.push(sampled.id) if sampled.id < tokenizer.n_vocab else ""
+            piece, stopped = self._stops.push(pushed)
+            raw = self._engine._bytes(sampled.id)
+            self.completion_tokens += 1
+            if stopped:
+                self.finish_reason = "stop_string"
+            elif self.completion_tokens == self._max_tokens:
+                self.finish_reason = "length"
+            elif self.completion_tokens == room:
+                self.finish_reason = "context"
+            own = None if piece.encode() == raw else raw
+            yield Token(sampled.id, piece, sampled.logprob, sampled.top, own)
+            if self.finish_reason is not None:
+                return
 
 
 def _check_vocabulary(gguf: GGUF, tokenizer: Tokenizer, plan: Plan) -> None:

@@ -1,8 +1,15 @@
 """The typed errors: one class per error code.
 
 Every class carries the `code` that the wire and the Python interface show, and the `exit_code` the command ends with.
-Both are part of the contract and never change meaning. This module imports nothing: it lies on the start-up path.
+Both are part of the contract and never change meaning. At the end, the one way in which work that takes long is ended
+from outside: `go_on`. This module lies on the start-up path and imports nothing that has to be loaded.
 """
+
+from time import monotonic
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class ReflexError(Exception):
@@ -100,3 +107,31 @@ class CancelledError(ReflexError):
 
 EXIT_BELOW_CONFIDENCE = 10
 """Exit code of `reflex system1 --min-confidence` when the winner is below it; an answer, not an error."""
+
+
+ASK_EVERY_S = 0.01
+
+
+def go_on(poll: "Callable[[], str | None] | None") -> None:
+    """Ask `poll`, if there is one, whether to go on. Raises CancelledError or DeadlineError where it has a reason not
+    to, "cancelled" or "deadline"."""
+    reason = poll() if poll is not None else None
+    if reason == DeadlineError.code:
+        raise DeadlineError("the deadline passed before there was an answer")
+    if reason is not None:
+        raise CancelledError("the request was cancelled before there was an answer")
+
+
+class Watch:
+    """`go_on` for the inside of a loop: call it as often as you like, it asks a hundred times a second at most."""
+
+    __slots__ = ("_asked", "_poll")
+
+    def __init__(self, poll: "Callable[[], str | None] | None") -> None:
+        self._poll = poll
+        self._asked = monotonic()
+
+    def __call__(self) -> None:
+        if self._poll is not None and monotonic() - self._asked >= ASK_EVERY_S:
+            go_on(self._poll)
+            self._asked = monotonic()

@@ -148,10 +148,6 @@ class GGUF:
         for shard in self.shards:
             shard.close()
 
-    @property
-    def n_shards(self) -> builtins.int:
-        return len(self.shards)
-
     def data(self, tensor: Tensor) -> memoryview:
         """The tensor's bytes in the mapped file, read-only."""
         return memoryview(self.shards[tensor.shard].map)[tensor.offset : tensor.offset + tensor.nbytes]

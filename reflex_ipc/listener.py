@@ -38,7 +38,10 @@ class Listener:
         return self._sock.fileno()
 
     def accept(self) -> int | None:
-        """The descriptor of a new connection, non-blocking; None if the client has thought better of it."""
+        """The descriptor of a new connection, non-blocking; None if the client has thought better of it.
+
+        Raises OSError when the system has no descriptor or memory for one.
+        """
         try:
             connection, _ = self._sock.accept()
         except (BlockingIOError, ConnectionAbortedError):
@@ -50,6 +53,10 @@ class Listener:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop listening; what we put into the file system is removed, if it is ours."""
         self._sock.close()
         if self._path is not None and self._lock is not None:
             if _identity(self._path) == self._identity:

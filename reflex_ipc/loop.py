@@ -18,7 +18,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from reflex_ipc import __version__
 from reflex_ipc.answer import answer, typed
@@ -36,6 +36,8 @@ UNREAD_EVENTS = 256
 LAST_WORDS_S = 1.0
 """How long a reader may take for what is being written when the process was told to end."""
 LOADING_EVERY_S = 0.1
+ACCEPT_AGAIN_S = 1.0
+"""How long no connection is accepted after one could not be, unless one closes before."""
 
 OpenEngine = Callable[..., "Engine"]
 """Called as open_engine(model, progress=callable); raises the typed errors."""
@@ -100,8 +102,8 @@ def _take_stdio() -> tuple[int, int]:
     return source, sink
 
 
-class Unwanted(BaseException):
-    """While the model was loading, a signal asked the process to end, or the one reader went away."""
+class Unread(BaseException):
+    """While the model was loading, the one reader went away."""
 
 
 class Channel:
@@ -116,6 +118,7 @@ class Channel:
         self.written = 0  # bytes of the first of them that are out
         self.collected = 0  # events so far
         self.lost: OSError | None = None  # why nobody is at the other end any more
+        self.held_up = 0.0  # seconds for which others had to wait for this one to read the running request's events
 
     def collect(self, now: float) -> None:
         while self.session.output:
@@ -154,12 +157,12 @@ class Loop:
         self._fatal: Error | None = None
         self._is_loading = False
         self._last_loading = (0.0, "")
+        self._accepting_from = 0.0  # not before this moment
+        self._cannot_accept = False
         self._poller = select.poll()
         self._watched: dict[int, int] = {}  # descriptor -> event mask
         self._wake, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._watch(self._wake, select.POLLIN)
-        if listener is not None:
-            self._watch(listener.fd, select.POLLIN)
 
     def connect(self, source: int, sink: int, write_bytes: int = select.PIPE_BUF) -> Channel:
         channel = Channel(Session(self._limits, __version__), source, sink, write_bytes)
@@ -170,14 +173,10 @@ class Loop:
         """Say hello, open the model, serve until the end. Returns what `serve_stdio` returns."""
         with self._signals():
             try:
-                self._is_loading = True
-                self._loading_pump()
-                self._engine = open_engine(model, progress=self._loading)
-                self._is_loading = False
-            except Unwanted:
-                return 128 + self._told_to_end if self._told_to_end is not None else 0
+                self._engine = self._open(model, open_engine)
+            except Unread:
+                return 0
             except Exception as error:
-                self._is_loading = False
                 known = typed(error)
                 return self._fail(Error(None, known.code, str(known), exit_code=known.exit_code))
             with self._engine:
@@ -187,6 +186,16 @@ class Loop:
                     if channel.session.state is State.LOADING:
                         channel.session.loaded(self._ready)
                 return self._run()
+
+    def _open(self, model: str, open_engine: OpenEngine) -> "Engine":
+        self._is_loading = True
+        try:
+            if self._told_to_end is not None:
+                self._end_now(self._told_to_end)
+            self._loading_pump()
+            return open_engine(model, progress=self._loading)
+        finally:
+            self._is_loading = False
 
     def _run(self) -> int:
         while True:
@@ -216,6 +225,7 @@ class Loop:
     def _serve(self, channel: Channel) -> None:
         """Deal with one line of this connection: answer a request, to its last event."""
         session = channel.session
+        channel.held_up = 0.0
         request = session.take(time.monotonic())
         if request is not None:
             assert self._engine is not None
@@ -235,11 +245,22 @@ class Loop:
         return channel.session.verdict(time.monotonic())
 
     def _deliver(self, channel: Channel) -> None:
-        """Write what this connection is owed by now, reading meanwhile what clients have to say."""
+        """Write what this connection is owed by now, reading meanwhile what clients have to say.
+
+        As long as others have a line, the time that takes is a request's, not an event's: a reader who takes an event
+        just before each time-out would hold them up for ever.
+        """
         channel.collect(time.monotonic())
         owed = channel.collected  # not what answers the lines that are still coming: they could go on for ever
         while channel.delivered < owed:
-            self._pump(None)
+            if not self._turns:
+                self._pump(None)
+                continue
+            began = time.monotonic()
+            self._pump(max(0.0, self._write_timeout - channel.held_up))
+            channel.held_up += time.monotonic() - began
+            if channel.held_up >= self._write_timeout and channel.lost is None:
+                self._lose(channel, TimeoutError(None, "the reader held others up for too long"))
 
     # The end
 
@@ -274,10 +295,15 @@ class Loop:
         def told(number: int, _: Any) -> None:
             self._told_to_end = number
             if self._is_loading:
-                raise Unwanted
+                self._end_now(number)
 
         signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
-        before = {each: signal.signal(each, told) for each in (signal.SIGTERM, signal.SIGINT)}
+        # What is ignored stays so: a shell's background job is not for its Ctrl-C.
+        before: dict[int, Any] = {
+            each: signal.signal(each, told)
+            for each in (signal.SIGTERM, signal.SIGINT)
+            if signal.getsignal(each) is not signal.SIG_IGN
+        }
         before[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         try:
             yield
@@ -285,6 +311,20 @@ class Loop:
             signal.set_wakeup_fd(-1)
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _end_now(self, number: int) -> NoReturn:
+        """End by a signal that came while the model was loading.
+
+        In the handler, wherever it interrupts: an exception raised from there would meet code that is not prepared for
+        one, in the middle of an import, or be dropped by a destructor. No event is being written now.
+        """
+        for each in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(each) is not signal.SIG_IGN:
+                signal.signal(each, signal.SIG_DFL)
+        if self._listener is not None:
+            self._listener.close()
+        signal.raise_signal(number)
+        raise AssertionError("a signal whose action is the default ends the process")
 
     # Loading
 
@@ -303,7 +343,7 @@ class Loop:
     def _loading_pump(self) -> None:
         self._pump(0)
         if not self._channels and self._listener is None:
-            raise Unwanted
+            raise Unread
 
     # Descriptors
 
@@ -325,6 +365,11 @@ class Loop:
                     timeout = 0
                 elif timeout is None or left < timeout:
                     timeout = left
+        if self._listener is not None:
+            pause = self._accepting_from - now
+            self._watch(self._listener.fd, select.POLLIN if pause <= 0 else None)
+            if pause > 0:
+                timeout = pause if timeout is None else min(timeout, pause)
         due = self._poller.poll(None if timeout is None else int(timeout * 1000) + (timeout > 0))
         if not due:
             return
@@ -359,9 +404,17 @@ class Loop:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        fd = self._listener.accept()
+        try:
+            fd = self._listener.accept()
+        except OSError as error:  # descriptors or memory ran out: the client waits until there are some
+            self._accepting_from = time.monotonic() + ACCEPT_AGAIN_S
+            if not self._cannot_accept:
+                self._cannot_accept = True
+                print(f"reflex: no connection can be accepted: {error.strerror}", file=sys.stderr, flush=True)
+            return
         if fd is None:
             return
+        self._cannot_accept = False
         full = len(self._channels) >= self._limits.connections
         channel = self.connect(fd, fd, READ_BYTES)
         self._last_active = time.monotonic()
@@ -404,6 +457,7 @@ class Loop:
         self._channels.remove(channel)
         if channel in self._turns:
             self._turns.remove(channel)
+        self._accepting_from = 0.0
         for fd in {channel.source, channel.sink}:
             self._watch(fd, None)
             os.close(fd)

@@ -57,6 +57,7 @@ class Generate(NamedTuple):
     max_tokens: int = DEFAULT_MAX_TOKENS
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    prompt_logprobs: bool = False
     deadline_ms: int | None = None
     sampling: Mapping[str, Any] = MappingProxyType({})  # keyword arguments of Sampling, which checks their ranges
 
@@ -134,6 +135,18 @@ class Started(NamedTuple):
     prompt_tokens: int
 
 
+class Prompt(NamedTuple):
+    """One token of the prompt, where its log-probabilities were asked for. The first has none."""
+
+    id: Id
+    index: int  # type: ignore[assignment]
+    token: int
+    text: str
+    logprob: float | None
+    bytes: tuple[int, ...] | None = None
+    top_logprobs: Sequence[Mapping[str, Any]] | None = None
+
+
 class Token(NamedTuple):
     """One token. `token` is None where withheld text is flushed; `bytes` are there where they aren't whole UTF-8."""
 
@@ -172,10 +185,10 @@ class Error(NamedTuple):
     exit_code: int | None = None
 
 
-Event = Hello | Loading | Ready | Started | Token | Done | Result | Error
+Event = Hello | Loading | Ready | Started | Prompt | Token | Done | Result | Error
 
 EVENT_NAMES: dict[type, str] = {
-    kind: kind.__name__.lower() for kind in (Hello, Loading, Ready, Started, Token, Done, Result, Error)
+    kind: kind.__name__.lower() for kind in (Hello, Loading, Ready, Started, Prompt, Token, Done, Result, Error)
 }
 _LEFT_OUT_WHEN_NONE = frozenset({"bytes", "top_logprobs", "field", "fatal", "exit_code"})
 
@@ -397,6 +410,7 @@ _GENERATE: dict[str, _Check] = {
     "max_tokens": _integer(0),
     "stop": _stop_strings,
     "ignore_eos": _boolean,
+    "prompt_logprobs": _boolean,
     "deadline_ms": _integer(1),
     **_SAMPLING,
 }

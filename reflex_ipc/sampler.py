@@ -230,7 +230,9 @@ class Sampler:
             raise UnsupportedModelError(f"a vocabulary of {n_vocab} tokens can't be sampled: 1 to {MAX_VOCAB} can")
         for token in sampling.logit_bias:
             if token >= n_vocab:
-                raise InvalidRequestError(f"logit_bias names token {token}, but the model's ids end at {n_vocab - 1}")
+                raise InvalidRequestError(
+                    f"logit_bias names token {token}, but the model's ids end at {n_vocab - 1}", f"logit_bias.{token}"
+                )
         if sampling.seed is None and sampling.temperature > 0:
             from os import urandom
 
@@ -253,6 +255,22 @@ class Sampler:
         Raises ReflexError (internal) when the logits have the wrong shape or type, hold NaN or plus infinity,
         or are all minus infinity; the sampler's state is then unchanged.
         """
+        best, peak = self._best(logits)
+        chosen = best if self.sampling.is_greedy else self._choose(logits)
+        sampled = self._rated(logits, peak, chosen)
+        self.accept(chosen)
+        return sampled
+
+    def rate(self, logits: "Logits", token: int) -> Sampled:
+        """What `sample` says of the token it chooses, of one that is there already: the prompt's. Nothing is recorded.
+
+        Raises what `sample` raises.
+        """
+        _, peak = self._best(logits)
+        return self._rated(logits, peak, token)
+
+    def _best(self, logits: "Logits") -> tuple[int, float]:
+        """The likeliest token and its logit."""
         if logits.shape != (self.n_vocab,) or logits.dtype != "float32":
             raise ReflexError(f"expected float32 logits of shape ({self.n_vocab},), got {logits.dtype} {logits.shape}")
         best = int(logits.argmax())  # the first NaN, if there is one
@@ -260,31 +278,21 @@ class Sampler:
         if not -_FLOAT32_MAX <= peak <= _FLOAT32_MAX:
             what = "only minus infinity" if peak < 0 else f"{peak} as the logit of token {best}"
             raise ReflexError(f"the model produced {what} at step {self.step}: broken weights or an overflow")
-        chosen = best if self.sampling.is_greedy else self._choose(logits)
+        return best, peak
+
+    def _rated(self, logits: "Logits", peak: float, token: int) -> Sampled:
         log_sum = _log_sum_exp(logits, peak)
         top: tuple[tuple[int, float], ...] = ()
         if self.sampling.top_logprobs:
-            ranked = [(int(token), float(logits[token])) for token in ranked_ids(logits, self.sampling.top_logprobs)]
-            top = tuple((token, logit - peak - log_sum) for token, logit in ranked if logit >= -_FLOAT32_MAX)
-        self.accept(chosen)
-        return Sampled(chosen, float(logits[chosen]) - peak - log_sum, top)
+            ranked = [(int(each), float(logits[each])) for each in ranked_ids(logits, self.sampling.top_logprobs)]
+            top = tuple((each, logit - peak - log_sum) for each, logit in ranked if logit >= -_FLOAT32_MAX)
+        return Sampled(token, float(logits[token]) - peak - log_sum, top)
 
     def accept(self, token: int) -> None:
         """Record the answer's next token: `sample` does, and so must who samples elsewhere, on the device."""
         self._tokens.append(token)
         self._counts[token] = self._counts.get(token, 0) + 1
         self.step += 1
-
-    def rewind(self, n: int) -> None:
-        """Forget the last `n` sampled tokens: history, counts and step are as before them."""
-        if not 0 <= n <= self.step:
-            raise ReflexError(f"can't step back by {n} of {self.step} sampled tokens")
-        for _ in range(n):
-            token = self._tokens.pop()
-            self._counts[token] -= 1
-            if not self._counts[token]:
-                del self._counts[token]
-        self.step -= n
 
     def _choose(self, logits: "Logits") -> int:
         sampling = self.sampling

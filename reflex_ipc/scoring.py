@@ -4,22 +4,37 @@ The candidates' tokens form a tree below the prompt that shares common beginning
 with the prompt, every token seeing its ancestors only (`plan.Step`). A candidate's last token need not be computed:
 what its predecessor thinks of it is the answer.
 
-Nothing here knows how text becomes tokens. `border` says from where tokens are scored, `passes` says what to run,
-`Scoring` runs it, `scores` makes the numbers.
+In order: `of_text` and `of_parts` make ids of the texts, `split` says from where tokens are scored, `passes` what to
+run, `Scoring` runs it, `scores` makes the numbers.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from reflex_ipc.errors import CancelledError, DeadlineError, InvalidRequestError
+from reflex_ipc.errors import InvalidRequestError, go_on
 from reflex_ipc.plan import PARENT_NONE, PARENT_STATE, PREFILL_CHUNK, Step
+
+if TYPE_CHECKING:
+    from reflex_ipc.tokenizer import Tokenizer
+
+Poll = Callable[[], str | None]
 
 MAX_CANDIDATES = 4096
 MAX_TREE = 32768
 """Tokens of all candidates together, what they share counted once."""
 NORMALISATIONS = ("sum", "mean", "byte", "pmi")
+
+
+class Options(NamedTuple):
+    """How candidates are scored."""
+
+    normalize: str = "sum"  # what is compared: one of NORMALISATIONS
+    temperature: float = 1.0  # of the softmax over the candidates
+    join: str = ""  # stands between prompt and candidate
+    end: bool = False  # the token that ends a turn is scored behind every candidate, too
+    arguments: dict[str, Any] | None = None  # for the chat template
 
 
 class Candidate(NamedTuple):
@@ -50,6 +65,76 @@ class Scores(NamedTuple):
     @property
     def best(self) -> Candidate:
         return max(self.candidates, key=lambda candidate: candidate.score)
+
+
+class Tail(NamedTuple):
+    """A candidate behind the border: its text, the tokens to score, and the bytes they spell."""
+
+    text: str
+    tokens: tuple[int, ...]
+    n_bytes: int
+
+
+class Split(NamedTuple):
+    """Prompt and candidates, cut at the border from where on tokens are scored.
+
+    `context`: the tokens before it. `tails`: each candidate's behind it. `healed`: how many of the prompt's own tokens
+    lie behind it, since a candidate merges with them. `neutral`: the token that stands for no context at all.
+    """
+
+    context: list[int]
+    tails: list[Tail]
+    healed: int
+    neutral: int | None
+
+
+Texts = tuple[list[int], Sequence[str], list[list[int]]]
+"""The prompt's ids, the candidates, and of each the ids of prompt and candidate together."""
+
+
+def of_text(tokenizer: "Tokenizer", prompt: str, candidates: Sequence[str], join: str, poll: Poll | None) -> Texts:
+    ids, *texts = (
+        tokenizer.encode(prompt + tail, bos=tokenizer.add_bos, poll=poll)
+        for tail in ("", *(join + text for text in candidates))
+    )
+    return ids, candidates, texts
+
+
+def of_parts(
+    tokenizer: "Tokenizer", parts: Sequence[tuple[str, bool]], candidates: Sequence[str], join: str, poll: Poll | None
+) -> Texts:
+    """The same after a rendered chat, in which control tokens are recognised where a part says so."""
+    ids, *texts = (
+        tokenizer.encode_parts([*parts, *tail], poll) for tail in ([], *([(join + text, False)] for text in candidates))
+    )
+    return ids, candidates, texts
+
+
+def split(
+    tokenizer: "Tokenizer", ids: list[int], candidates: Sequence[str], texts: list[list[int]], *, end: bool
+) -> Split:
+    """Raises InvalidRequestError where a token is needed that the file does not name."""
+    if end:
+        ending = tokenizer.eot if tokenizer.eot is not None else tokenizer.eos
+        if ending is None:
+            raise InvalidRequestError("the file names no token that ends a turn", "end")
+        texts = [[*text, ending] for text in texts]
+    neutral = next((token for token in (tokenizer.bos, tokenizer.eos, tokenizer.eot) if token is not None), None)
+    n = border(ids, texts)
+    if n == 0 and neutral is None:
+        raise InvalidRequestError(_NO_NEUTRAL)
+    return Split(
+        ids[:n] if n or neutral is None else [neutral],
+        [
+            Tail(text, tuple(whole[n:]), sum(len(tokenizer.token_bytes(token)) for token in whole[n:]))
+            for text, whole in zip(candidates, texts, strict=True)
+        ],
+        len(ids) - n,
+        neutral,
+    )
+
+
+_NO_NEUTRAL = "the file names no token that begins or ends a text, so nothing can come before"
 
 
 def border(prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> int:
@@ -188,14 +273,6 @@ def _pass(
     )
 
 
-class Tail(NamedTuple):
-    """A candidate behind the border: its text, the tokens to score, and the bytes they spell."""
-
-    text: str
-    tokens: tuple[int, ...]
-    n_bytes: int
-
-
 class Scored(NamedTuple):
     """What the passes found of one candidate."""
 
@@ -209,64 +286,52 @@ class Executor(Protocol):
 
     @property
     def n_past(self) -> int: ...
-    def forward(self, step: Step) -> None: ...
-    def score(self, step: Step, targets: Sequence[Sequence[int]]) -> list[list[float]]: ...
+    def forward(self, step: Step, poll: Poll | None = None) -> None: ...
+    def score(self, step: Step, targets: Sequence[Sequence[int]], poll: Poll | None = None) -> list[list[float]]: ...
     def step_limit(self, n_past: int) -> int: ...
 
 
 class Scoring:
     """Candidates about to be scored after a context of `prompt_tokens`."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        context: Sequence[int],
-        tails: Sequence[Tail],
-        neutral: int | None,
-        *,
-        normalize: str,
-        temperature: float,
-        healed: int,
-        poll: Callable[[], str | None] | None = None,
-    ) -> None:
-        """`neutral`, if given, is the token of the neutral context; `poll` is asked before each pass."""
-        n_tree = sum(len(tail.tokens) - 1 for tail in tails)
-        if n_tree > MAX_TREE and (n_tree := len(tree([tail.tokens for tail in tails]).tokens)) > MAX_TREE:
+    def __init__(self, executor: Executor, split: Split, options: Options, poll: Poll | None = None) -> None:
+        tokens = [tail.tokens for tail in split.tails]
+        n_tree = sum(len(each) - 1 for each in tokens)
+        if n_tree > MAX_TREE and (n_tree := len(tree(tokens).tokens)) > MAX_TREE:
             raise InvalidRequestError(
                 f"the candidates have {n_tree} tokens together; at most {MAX_TREE} are scored", "candidates"
             )
-        self.prompt_tokens = len(context)
+        if options.normalize == "pmi" and split.neutral is None:
+            raise InvalidRequestError(_NO_NEUTRAL, "normalize")
+        self.prompt_tokens = len(split.context)
         self.total_ms = 0.0
         self._executor = executor
-        self._context = context
-        self._tails = tails
-        self._neutral = neutral
-        self._normalize = normalize
-        self._temperature = temperature
-        self._healed = healed
+        self._split = split
+        self._options = options
+        self._neutral = split.neutral if options.normalize == "pmi" else None
         self._poll = poll
 
     def run(self) -> Scores:
         """Raises CancelledError or DeadlineError where `poll` says so."""
         began = time.perf_counter()
-        executor, context = self._executor, self._context
+        executor, context, tails = self._executor, self._split.context, self._split.tails
         limit = executor.step_limit(len(context))
         n_passes = 0
         # A context that fills a step by itself goes ahead in pieces; otherwise prompt and candidates are one step.
         while len(context) - executor.n_past > limit:
-            self._stand()
+            go_on(self._poll)
             n = min(PREFILL_CHUNK, len(context) - executor.n_past - 1)
             chunk = context[executor.n_past : executor.n_past + n]
-            executor.forward(Step.text(chunk, executor.n_past, []))
+            executor.forward(Step.text(chunk, executor.n_past, []), self._poll)
             n_passes += 1
         found = [
             Scored(tail, [0.0] * len(tail.tokens), None if self._neutral is None else [0.0] * len(tail.tokens))
-            for tail in self._tails
+            for tail in tails
         ]
-        tokens = [tail.tokens for tail in self._tails]
+        tokens = [tail.tokens for tail in tails]
         for step, targets, places in passes(context, tokens, self._neutral, executor.n_past, limit):
-            self._stand()
-            for row, row_places in zip(executor.score(step, targets), places, strict=True):
+            go_on(self._poll)
+            for row, row_places in zip(executor.score(step, targets, self._poll), places, strict=True):
                 for value, wanted in zip(row, row_places, strict=True):
                     for candidate, at, is_neutral in wanted:
                         item = found[candidate]
@@ -275,19 +340,12 @@ class Scoring:
         self.total_ms = (time.perf_counter() - began) * 1e3
         return scores(
             found,
-            self._normalize,
-            self._temperature,
+            self._options.normalize,
+            self._options.temperature,
             prompt_tokens=len(context),
-            healed=self._healed,
+            healed=self._split.healed,
             passes=n_passes,
         )
-
-    def _stand(self) -> None:
-        reason = self._poll() if self._poll is not None else None
-        if reason == "deadline":
-            raise DeadlineError("the deadline passed before the candidates were scored")
-        if reason is not None:
-            raise CancelledError("the request was cancelled before the candidates were scored")
 
 
 def scores(
@@ -329,8 +387,9 @@ def _normalised(normalize: str, total: float, item: Scored, neutral: float | Non
     return total
 
 
-def check(candidates: Sequence[str], normalize: str, temperature: float) -> None:
+def check(candidates: Sequence[str], options: Options) -> None:
     """Raises InvalidRequestError naming what is wrong with a request."""
+    normalize, temperature = options.normalize, options.temperature
     if normalize not in NORMALISATIONS:
         raise InvalidRequestError(f"normalize is {normalize!r}; known are {', '.join(NORMALISATIONS)}", "normalize")
     if not 0.0 < temperature < math.inf:

@@ -29,6 +29,7 @@ class Happening(Enum):
     # the engine
     LOADED = "the model is ready"
     STARTED = "started"
+    PROMPT = "prompt"
     TOKEN = "token"
     DONE = "done"
     RESULT = "result"
@@ -77,6 +78,7 @@ TRANSITIONS: dict[State, dict[Happening, State]] = {
         _H.TERMINATE: _S.ABANDONED,
     },
     _S.STREAMING: {
+        _H.PROMPT: _S.STREAMING,
         _H.TOKEN: _S.STREAMING,
         _H.DONE: _S.IDLE,
         _H.ERROR: _S.IDLE,
@@ -88,6 +90,7 @@ TRANSITIONS: dict[State, dict[Happening, State]] = {
         _H.TERMINATE: _S.ABANDONED,
     },
     _S.STOPPING: {
+        _H.PROMPT: _S.STOPPING,
         _H.TOKEN: _S.STOPPING,
         _H.DONE: _S.IDLE,
         _H.RESULT: _S.IDLE,
@@ -100,6 +103,7 @@ TRANSITIONS: dict[State, dict[Happening, State]] = {
     },
     _S.ABANDONED: {
         _H.STARTED: _S.ABANDONED,
+        _H.PROMPT: _S.ABANDONED,
         _H.TOKEN: _S.ABANDONED,
         _H.DONE: _S.CLOSED,
         _H.RESULT: _S.CLOSED,
@@ -119,6 +123,7 @@ UNDER_WAY = frozenset({State.RUNNING, State.STREAMING, State.STOPPING, State.ABA
 
 _SAID = {
     messages.Started: Happening.STARTED,
+    messages.Prompt: Happening.PROMPT,
     messages.Token: Happening.TOKEN,
     messages.Done: Happening.DONE,
     messages.Result: Happening.RESULT,

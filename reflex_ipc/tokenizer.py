@@ -8,10 +8,16 @@ Nothing here needs NumPy or a regular expression library, and ASCII text needs n
 import codecs
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from reflex_ipc import bpe
-from reflex_ipc.errors import ContextOverflowError, InvalidRequestError, ModelFileError, UnsupportedModelError
+from reflex_ipc.errors import (
+    ContextOverflowError,
+    InvalidRequestError,
+    ModelFileError,
+    UnsupportedModelError,
+    Watch,
+)
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.pretokenize import PRE_TOKENIZERS, Splitter, nfc
 
@@ -34,6 +40,7 @@ _END_KEYS = {  # what ends an answer by its key, or else by these texts
 }
 
 _Specials = Sequence[tuple[str, int]]
+_Poll = Callable[[], str | None]
 
 
 class Tokenizer:
@@ -96,16 +103,16 @@ class Tokenizer:
         self._splitter = Splitter(self._rules.rules)
         self._pairs = bpe.BytePairs(self._path, self._tokens, merges, self._rules.ignore_merges)
 
-    def encode(self, text: str, special: bool = True, bos: bool | None = None) -> list[int]:
+    def encode(self, text: str, special: bool = True, bos: bool | None = None, poll: _Poll | None = None) -> list[int]:
         """The ids of a text.
 
         `special`: control tokens in the text become their ids; without it only user-defined ones do. `bos`: None puts
         BOS in front and EOS at the end if the file wants them (`add_bos`, `add_eos`), True puts BOS, False neither.
-        Raises InvalidRequestError for half a surrogate pair.
+        Raises InvalidRequestError for half a surrogate pair, CancelledError or DeadlineError where `poll` says so.
         """
         if bos and self.bos is None:
             raise InvalidRequestError(f"{self._path} names no BOS token (key 'tokenizer.ggml.bos_token_id')")
-        ids = self._encode([(text, self._special if special else self._user_defined)])
+        ids = self._encode([(text, self._special if special else self._user_defined)], Watch(poll))
         if self.bos is not None and (self.add_bos if bos is None else bos):
             ids.insert(0, self.bos)
         if self.eos is not None and self.add_eos and bos is None:
@@ -120,13 +127,13 @@ class Tokenizer:
                 f"the prompt has {len(text):,} characters, more than the {n_tokens} tokens of the context can spell"
             )
 
-    def encode_parts(self, parts: Iterable[tuple[str, bool]]) -> list[int]:
+    def encode_parts(self, parts: Iterable[tuple[str, bool]], poll: _Poll | None = None) -> list[int]:
         """The ids of the texts, joined; no BOS is put in front.
 
         Control and user-defined tokens are recognised inside the parts that say True, and never across a border.
         Plain text on both sides of a border is one run of text.
         """
-        return self._encode([(text, self._special if special else ()) for text, special in parts])
+        return self._encode([(text, self._special if special else ()) for text, special in parts], Watch(poll))
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """The text of the ids; bytes that are not UTF-8 become U+FFFD. Control tokens show if `special`."""
@@ -146,9 +153,6 @@ class Tokenizer:
             return bytes([bpe.BYTES[letter] for letter in text.decode()])
         except (KeyError, UnicodeDecodeError):  # not in the letters of bytes: it means itself
             return text
-
-    def is_control(self, id: int) -> bool:
-        return self._types[self._checked(id)] == _CONTROL
 
     def prepare(self) -> None:
         """Makes the dictionaries of all tokens and merges that a first short text does without; 50 ms for 150,000.
@@ -243,7 +247,7 @@ class Tokenizer:
             end.add(id)
         return frozenset(end)
 
-    def _encode(self, parts: Iterable[tuple[str, _Specials]]) -> list[int]:
+    def _encode(self, parts: Iterable[tuple[str, _Specials]], watch: Watch) -> list[int]:
         splitter, normalise = self._splitter, self._rules.nfc
         pieces: list[str | int] = []
         for run in _runs(parts):
@@ -251,8 +255,9 @@ class Tokenizer:
                 pieces.append(run)
             else:
                 pieces += splitter.split(nfc(run) if normalise else run)
+            watch()
         lost = len(self._pairs.dropped)
-        ids = self._pairs.encode(pieces)
+        ids = self._pairs.encode(pieces, watch)
         if len(self._pairs.dropped) > lost:
             bytes_ = " ".join(f"{byte:02x}" for byte in sorted(self._pairs.dropped))
             self.warnings.append(f"{self._path}: the vocabulary has no token for these bytes; they are lost: {bytes_}")

@@ -35,7 +35,7 @@ def shards(tmp_path: Path) -> list[Path]:
 
 def test_shards(shards: list[Path]) -> None:
     with GGUF.open(shards[0]) as file:
-        assert file.n_shards == 3
+        assert len(file.shards) == 3
         assert [shard.path for shard in file.shards] == [str(path) for path in shards]
         assert file.int("llama.block_count") == 3
         assert list(file.tensors) == ["t0", "t1", "t2", "t3", "t4"]
@@ -127,5 +127,5 @@ def test_shard(case: str, tmp_path: Path) -> None:
 
 def test_a_split_of_one(tmp_path: Path) -> None:
     with GGUF.open(write(tmp_path / "m.gguf", shard(0, 1, 1))) as file:
-        assert file.n_shards == 1
+        assert len(file.shards) == 1
     refused(write(tmp_path / "n.gguf", shard(0, 1, 2)), "'split.tensors.count' is 2, but 1")

@@ -17,7 +17,7 @@ from reflex_ipc.cuda.buffers import Columns
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.executor import CudaExecutor, Weights, _mask
 from reflex_ipc.cuda.fuse import alone, fused
-from reflex_ipc.errors import DeviceError, OutOfMemoryError, ReflexError, UnsupportedModelError
+from reflex_ipc.errors import CancelledError, DeviceError, OutOfMemoryError, ReflexError, UnsupportedModelError
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.plan import PARENT_NONE, Step, inputs
 
@@ -188,6 +188,38 @@ def test_layers_wait_for_their_weights_in_order(fake: Fake, kernels, model) -> N
     runs = sum(any(a < i < b for i in launches) for a, b in zip(waits, [*waits[1:], len(log)], strict=True))
     assert runs == executor.plan.n_layer + 2
     assert waits[-1] > launches[len(launches) // 2]
+
+
+@needs_kernels
+def test_a_step_is_ended_where_it_waits_for_weights(fake: Fake, kernels, model) -> None:
+    """The first one, at any of the groups it waits for; the next is whole. Later ones are asked about once."""
+    for last in range(1, 50):
+        executor = opened(fake, model)
+        asked = 0
+
+        def poll(last: int = last) -> str | None:
+            nonlocal asked
+            asked += 1
+            return "cancelled" if asked == last else None
+
+        executor.reserve(16)
+        try:
+            executor.forward(Step.text(range(5), 0, [4]), poll)
+        except CancelledError:
+            assert executor.n_past == 0 and not executor._lowering.is_passing
+            executor.forward(Step.text(range(5), 0, [4]))
+            assert executor.n_past == 5
+            executor.close()
+        else:
+            break
+    assert last == asked + 1 == executor.plan.n_layer + 4  # before it, the embedding, the layers, the rest
+    asked = 0
+    executor.forward(Step.text(range(5), 5, [4]), poll)
+    executor.forward(Step.text(range(5), 10, [4]), poll)
+    assert asked == 2
+    with pytest.raises(CancelledError):
+        executor.score(Step.text([1], 15, [0]), [[1]], lambda: "cancelled")
+    executor.close()
 
 
 @needs_kernels

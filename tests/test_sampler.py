@@ -477,37 +477,6 @@ def test_logprobs_of_huge_logits_stay_finite() -> None:
     assert sampled.top == ((0, 0.0), (1, -2 * FLOAT32_MAX))
 
 
-# Stepping back
-
-
-@pytest.mark.parametrize("back", [0, 1, 3, 10])
-def test_rewind_restores_history_counts_and_step(back: int) -> None:
-    fields: dict[str, Any] = MIXES[-1] | {"seed": 4}
-    rng = np.random.default_rng(6)
-    rows = (rng.standard_normal((20, 40)) * 2).astype(np.float32)
-    straight = Sampler(Sampling(**fields), 40, [5, 6, 7])
-    bent = Sampler(Sampling(**fields), 40, [5, 6, 7])
-    for logits in rows[:10]:
-        straight.sample(logits)
-        bent.sample(logits)
-    for logits in rows[20 - back :]:
-        bent.sample(logits)
-    bent.rewind(back)
-    assert bent.step == straight.step == 10
-    assert (bent._tokens, bent._counts) == (straight._tokens, straight._counts)
-    assert [bent.sample(logits) for logits in rows] == [straight.sample(logits) for logits in rows]
-
-
-def test_rewind_goes_no_further_than_the_answer() -> None:
-    sampler = Sampler(Sampling(repeat_penalty=1.5), 3, [0, 1, 2])
-    sampler.sample(row(1, 2, 3))
-    for n in (2, -1):
-        with pytest.raises(ReflexError, match=f"can't step back by {n} of 1 sampled tokens"):
-            sampler.rewind(n)
-    sampler.rewind(1)
-    assert sampler.step == 0
-
-
 # Start-up
 
 

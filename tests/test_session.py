@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from reflex_ipc import messages
-from reflex_ipc.messages import Done, Error, Generate, Hello, Info, Limits, Ready, Result, Started, Token
+from reflex_ipc.messages import Done, Error, Generate, Hello, Info, Limits, Prompt, Ready, Result, Started, Token
 from reflex_ipc.session import TRANSITIONS, UNDER_WAY, Happening, RulesBrokenError, Session, State
 
 LIMITS = Limits(line_bytes=200)
@@ -392,7 +392,7 @@ class TableAgainstModel(RuleBasedStateMachine):
         assert self.session.verdict(self.now) == self.model.look(self.now)
 
     @precondition(lambda self: self.session.state in UNDER_WAY)
-    @rule(end=st.sampled_from(["done", "error", "token", "token", "token"]))
+    @rule(end=st.sampled_from(["done", "error", "prompt", "token", "token", "token"]))
     def engine(self, end: str) -> None:
         assert self.model.current is not None
         id = self.model.current["id"]
@@ -407,10 +407,10 @@ class TableAgainstModel(RuleBasedStateMachine):
             self.started = True
             if not self.model.gone:
                 self.model.expected.append(("started", id))
-        elif end == "token" and self.started:
-            self.session.say(Token(id, 0, 1, "", None))
+        elif end in ("prompt", "token") and self.started:
+            self.session.say((Prompt if end == "prompt" else Token)(id, 0, 1, "", None))
             if not self.model.gone:
-                self.model.expected.append(("token", id))
+                self.model.expected.append((end, id))
         else:
             reason = self.model.stop or "stop"
             self.session.say(done(id, reason))

@@ -21,7 +21,7 @@ from reflex_ipc.cuda.memory import ALIGNMENT, aligned
 from reflex_ipc.cuda.places import PAGE, CacheLayout, Places, Shape
 from reflex_ipc.cuda.sampling import CONTROL, Sampling
 from reflex_ipc.cuda.upload import Upload
-from reflex_ipc.errors import OutOfMemoryError, ReflexError
+from reflex_ipc.errors import CancelledError, DeadlineError, OutOfMemoryError, ReflexError, go_on
 from reflex_ipc.plan import LARGEST_STEP, PARENT_NONE, Step, scope
 from reflex_ipc.stamps import stamp
 
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from reflex_ipc.trace import Trace
 
     Progress = Callable[[str, int, int], None]
+    Poll = Callable[[], str | None]
 
 SLACK = 1 << 14
 """Positions beyond the context that have addresses: the branches of a tree lie there while they are computed."""
@@ -301,12 +302,20 @@ class CudaExecutor:
 
     # Steps
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: Step, poll: "Poll | None" = None) -> None:
+        # What is queued can't be called back, and queueing takes milliseconds: asking in between costs more than it
+        # saves, but for the first step, which waits for the weights.
+        go_on(poll)
         shape = self._begin(step)
-        for launch in self._launches(shape, self._tracing):
-            launch()
-        if self._tracing is not None:
-            self._tracing.end()
+        try:
+            for launch in self._launches(shape, self._tracing, poll):
+                launch()
+        except (CancelledError, DeadlineError):
+            self.reset()
+            raise
+        finally:
+            if self._tracing is not None:
+                self._tracing.end()
         self._advance(step.n_keep)
         self._shape = shape
 
@@ -378,8 +387,13 @@ class CudaExecutor:
         self._forget()
         return self._dev().allocate(max(size, 1 << 16), what)
 
-    def _launches(self, shape: Shape, tracing: "Tracing | None" = None) -> "Iterator[Launch]":
-        """A shape's launches, each as soon as it exists and the weights it needs are on their way."""
+    def _launches(
+        self, shape: Shape, tracing: "Tracing | None" = None, poll: "Poll | None" = None
+    ) -> "Iterator[Launch]":
+        """A shape's launches, each as soon as it exists and the weights it needs are on their way.
+
+        `poll` is asked wherever there are weights to wait for; what it raises leaves the shape unknown.
+        """
         known = self._shapes.get(shape.key) if tracing is None else None
         if known is not None:
             yield from known
@@ -388,19 +402,24 @@ class CudaExecutor:
         self._lowering.is_dependent = is_loaded and self._lowering.can_depend
         self._lowering.is_passing = not is_loaded
         made: list[Launch] = []
-        for group, launches in self._lowering.launches(shape):
-            if group is not None:
-                if tracing is not None:
-                    tracing.end(unless=scope(group.name))
-                self._wait(max((self._weights.group[name] for name in group.weights), default=-1))
-                if tracing is not None:
-                    tracing.begin(scope(group.name))
-            for launch in launches:
-                made.append(launch)
-                yield launch
-        if self._lowering.is_passing and self._upload is not None:
-            self._upload.stamp()
-        self._lowering.is_passing = False
+        try:
+            for group, launches in self._lowering.launches(shape):
+                if group is not None:
+                    if tracing is not None:
+                        tracing.end(unless=scope(group.name))
+                    needed = max((self._weights.group[name] for name in group.weights), default=-1)
+                    if needed > self._waited:
+                        go_on(poll)
+                        self._wait(needed)
+                    if tracing is not None:
+                        tracing.begin(scope(group.name))
+                for launch in launches:
+                    made.append(launch)
+                    yield launch
+            if self._lowering.is_passing and self._upload is not None:
+                self._upload.stamp()
+        finally:
+            self._lowering.is_passing = False
         if is_loaded:
             if len(self._shapes) >= SHAPES:
                 del self._shapes[next(iter(self._shapes))]
@@ -437,14 +456,14 @@ class CudaExecutor:
 
     # Scoring
 
-    def score(self, step: Step, targets: "Sequence[Sequence[int]]") -> list[list[float]]:
+    def score(self, step: Step, targets: "Sequence[Sequence[int]]", poll: "Poll | None" = None) -> list[list[float]]:
         n_targets = sum(map(len, targets))
         first = [0]
         for row in targets:
             first.append(first[-1] + len(row))
         words = Struct(f"<{len(first)}i{n_targets}i").pack(*first, *(token for row in targets for token in row))
         self._scored = self._room(self._scored, len(words) + 4 * n_targets, "log-probabilities")
-        self.forward(_rounded(step))
+        self.forward(_rounded(step), poll)
         self._shape = Shape(len(step.tokens), len(step.rows))
         at, out = self._scored.address, self._scored.address + len(words)
         self._stream.to_device(at, words)
@@ -461,7 +480,7 @@ class CudaExecutor:
 
     # Decoding
 
-    def decode(self, sampler: "Sampler") -> "Iterator[Sampled]":
+    def decode(self, sampler: "Sampler", poll: "Poll | None" = None) -> "Iterator[Sampled]":
         if not self._shape.n_rows:
             raise ReflexError("decode was called after a step that computed no logits")
         sampling = self._sampling
@@ -485,6 +504,7 @@ class CudaExecutor:
                 number = self._queue_token(kind)
             is_first = False
             yield sampled
+            go_on(poll)
             if not is_ahead:
                 if kind == "adjust":
                     sampling.begin(sampler)

@@ -1,5 +1,6 @@
 """The CPU backend: runs a plan with NumPy, one op after the other."""
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -8,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reflex_ipc.environment import usable_cpus
-from reflex_ipc.errors import InvalidRequestError, OutOfMemoryError
+from reflex_ipc.errors import CancelledError, DeadlineError, InvalidRequestError, OutOfMemoryError, Watch, go_on
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.plan import LARGEST_STEP, PREFILL_CHUNK, Plan, Step, last_uses
 from reflex_ipc.reference import memory
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from reflex_ipc.trace import Trace
 
 Array = npt.NDArray[np.float32]
+Poll = Callable[[], str | None]
 
 _MOST_THREADS = 1024
 _HEAD_ROWS = 32
@@ -83,21 +85,34 @@ class ReferenceExecutor:
         if free is not None and need.total > free:
             raise OutOfMemoryError(f"{self._path} needs {need}; {memory.mib(free)} are free")
 
-    def forward(self, step: Step) -> None:
-        run = self._run(step)
+    def forward(self, step: Step, poll: Poll | None = None) -> None:
+        with self._whole_or_nothing():
+            run = self._run(step, Watch(poll))
         self._logits = self._head(run, step.rows) if step.rows else self._logits[:0]
 
-    def score(self, step: Step, targets: Sequence[Sequence[int]]) -> list[list[float]]:
-        run = self._run(step)
+    def score(self, step: Step, targets: Sequence[Sequence[int]], poll: Poll | None = None) -> list[list[float]]:
+        watch = Watch(poll)
         found: list[list[float]] = []
-        # The logits of all rows of a large tree would not fit: a piece of them at a time.
-        for start in range(0, len(step.rows), _HEAD_ROWS):
-            logits = self._head(run, step.rows[start : start + _HEAD_ROWS]).astype(np.float64)
-            logits -= logits.max(axis=1, keepdims=True)
-            log_sums = np.log(np.exp(logits).sum(axis=1))
-            for row, log_sum, wanted in zip(logits, log_sums, targets[start : start + _HEAD_ROWS], strict=True):
-                found.append((row[list(wanted)] - log_sum).tolist())
+        with self._whole_or_nothing():
+            run = self._run(step, watch)
+            # The logits of all rows of a large tree would not fit: a piece of them at a time.
+            for start in range(0, len(step.rows), _HEAD_ROWS):
+                watch()
+                logits = self._head(run, step.rows[start : start + _HEAD_ROWS]).astype(np.float64)
+                logits -= logits.max(axis=1, keepdims=True)
+                log_sums = np.log(np.exp(logits).sum(axis=1))
+                for row, log_sum, wanted in zip(logits, log_sums, targets[start : start + _HEAD_ROWS], strict=True):
+                    found.append((row[list(wanted)] - log_sum).tolist())
         return found
+
+    @contextlib.contextmanager
+    def _whole_or_nothing(self) -> Iterator[None]:
+        """A step that is ended has moved some layers' recurrent states on, and others' not: the sequence goes."""
+        try:
+            yield
+        except (CancelledError, DeadlineError):
+            self.reset()
+            raise
 
     def step_limit(self, n_past: int) -> int:
         free = memory.available()
@@ -108,7 +123,7 @@ class ReferenceExecutor:
             limit //= 2
         return limit
 
-    def _run(self, step: Step) -> Run:
+    def _run(self, step: Step, watch: Watch) -> Run:
         """Everything up to the selection of rows; the state moves on."""
         # Broken weights give infinities and NaN, which the sampler refuses by name; NumPy's warnings help nobody.
         np.seterr(all="ignore")
@@ -117,6 +132,7 @@ class ReferenceExecutor:
             run.values[op.out.name] = self._functions[type(op)](op, run)
             for name in dead:
                 del run.values[name]
+            watch()
         self._states.n_past += step.n_keep
         return run
 
@@ -130,12 +146,13 @@ class ReferenceExecutor:
     def logits(self) -> Array:
         return self._logits
 
-    def decode(self, sampler: Sampler) -> Iterator[Sampled]:
+    def decode(self, sampler: Sampler, poll: Poll | None = None) -> Iterator[Sampled]:
         while True:
             sampled = sampler.sample(self._logits[-1])
             # The token is out before its own forward pass begins.
             yield sampled
-            self.forward(Step.text([sampled.id], self.n_past, [0]))
+            go_on(poll)
+            self.forward(Step.text([sampled.id], self.n_past, [0]), poll)
 
     def close(self) -> None:
         self._weights.close()

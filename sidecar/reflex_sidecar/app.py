@@ -152,7 +152,7 @@ class _Routes:
             event = answer.first
             while event["event"] != "result":
                 if event["event"] == "done":
-                    raise ApiError(504, "deadline", "the engine ended the request before it had a result")
+                    raise ApiError(504, "deadline", "deadline_ms passed before the engine began", param="deadline_ms")
                 event = await answer.next() or event
             return {name: value for name, value in event.items() if name not in ("id", "event")}
 

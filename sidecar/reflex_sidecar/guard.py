@@ -48,11 +48,15 @@ class Guard:
         self._body_bytes = body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == ALIVE_PATH:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
         try:
+            _check_framing(headers)
+            if scope["path"] == ALIVE_PATH:
+                await self._app(scope, receive, send)
+                return
             host = self._check_host(headers)
             origin = self._check_origin(headers, host)
             send = _with_headers(send, origin)
@@ -143,6 +147,13 @@ def _without_port(host: str) -> str:
         return name + bracket if not rest or (rest[0] == ":" and rest[1:].isdigit()) else host
     name, colon, port = host.partition(":")
     return name if not colon or port.isdigit() else host
+
+
+def _check_framing(headers: Headers) -> None:
+    """A proxy in front that believes the other of the two would see requests where we see a body."""
+    if "transfer-encoding" in headers and "content-length" in headers:
+        message = "Content-Length and Transfer-Encoding exclude each other"
+        raise _closing(ApiError(400, "bad_framing", message))
 
 
 def _check_content_type(headers: Headers) -> None:

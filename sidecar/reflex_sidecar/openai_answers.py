@@ -40,7 +40,10 @@ class Answer:
         raise NotImplementedError
 
     def token(self, event: Event) -> list[dict[str, Any]]:
-        """The chunks for one `token` event: none while its text is withheld and nobody asked for log-probabilities."""
+        """The chunks for one `token` event: none while its text is withheld and nobody asked for log-probabilities.
+
+        A `prompt` event, which comes only where an echoed prompt's log-probabilities were asked for, is like it.
+        """
         raise NotImplementedError
 
     def closing(self, done: Event) -> list[dict[str, Any]]:
@@ -155,11 +158,12 @@ class Completion(Answer):
         self._texts.append(text)
         logprobs = None
         if self._job.logprobs is not None and event.get("token") is not None:
-            top = event.get("top_logprobs") or []
+            top = event.get("top_logprobs")  # none of a prompt's first token, which has no log-probability either
+            tops = [None if top is None else {_name(own_bytes(each)): each["logprob"] for each in top}]
             logprobs = {
                 "tokens": [_name(own_bytes(event))],
                 "token_logprobs": [event["logprob"]],
-                "top_logprobs": [{_name(own_bytes(each)): each["logprob"] for each in top}] if top else None,
+                "top_logprobs": tops if self._job.logprobs else None,
                 "text_offset": [self._length],
             }
             for name, column in self._columns.items():

@@ -135,7 +135,8 @@ def completion(body: dict[str, Any]) -> Job:
     logprobs = _count(body, "logprobs", MOST_LOGPROBS)
     echo = _flag(body, "echo")
     if echo and logprobs is not None:
-        raise bad_request("logprobs", "can't be had for an echoed prompt; /v1/score gives a text's log-probabilities")
+        ask["prompt_logprobs"] = True
+        names["prompt_logprobs"] = "logprobs"
     return _job(body, ask, names, logprobs, COMPLETION_TOKENS)._replace(echo=prompt if echo else None)
 
 

@@ -14,6 +14,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from reflex_sidecar.app import Settings, create_app
 from reflex_sidecar.engine import Engine
+from reflex_sidecar.errors import ApiError
+from reflex_sidecar.guard import refusal
 from reflex_sidecar.links import ChildLink, Link, SocketLink
 
 HEADERS_S = 10.0
@@ -29,7 +31,8 @@ LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 class PatientOnlySoLong(H11Protocol):
     """Closes a connection whose request does not arrive, or whose client does not read the answer.
 
-    uvicorn itself limits only the time between two requests.
+    uvicorn itself limits only the time between two requests. What is no HTTP, or too much of it, is refused in the
+    shape of the other errors.
     """
 
     _headers_timer: asyncio.TimerHandle | None = None
@@ -56,6 +59,22 @@ class PatientOnlySoLong(H11Protocol):
         _stop(self._reader_timer)
         self._reader_timer = None
         super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        """Called where h11 found a request that it can't read, before there is one for the application."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # a body went wrong that is being answered
+            self.transport.close()
+            return
+        error = ApiError(400, "bad_http", "this is no request of HTTP/1.1, or its head is longer than 64 KiB")
+        answer = refusal(error)
+        headers = [*answer.raw_headers, (b"x-content-type-options", b"nosniff"), (b"connection", b"close")]
+        for event in (
+            h11.Response(status_code=error.status, headers=headers, reason=b"Bad Request"),
+            h11.Data(data=bytes(answer.body)),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
 
     def _time_headers(self) -> None:
         if self.conn.their_state is not h11.IDLE:

@@ -95,16 +95,18 @@ class Generation(Response):
                 if event["event"] == "done":
                     whole = answer.whole(event)
                     break
-                if event["event"] == "token":
+                if event["event"] in ("prompt", "token"):
                     answer.token(event)
         # The engine is free while the answer is sent.
         await JSONResponse(whole)(scope, receive, send)
 
     @staticmethod
     async def _echoed(turn: Turn, job: Job) -> str:
-        """The text of the prompt, where it is to be part of the answer."""
-        if job.echo is None or isinstance(job.echo, str):
-            return job.echo or ""
+        """The text of the prompt, where it is to be part of the answer and does not come token by token."""
+        if job.echo is None or "prompt_logprobs" in job.ask:
+            return ""
+        if isinstance(job.echo, str):
+            return job.echo
         answer = await turn.ask({"op": "detokenize", "tokens": job.echo}, {"tokens": "prompt"})
         return str(answer.first["text"])
 
@@ -144,7 +146,7 @@ class _Stream:
                     await self._write(b": ping\n\n")
                     continue
                 observe(event)
-                if event["event"] == "token":
+                if event["event"] in ("prompt", "token"):
                     await self._say(*answer.token(event))
                 elif event["event"] == "done":
                     await self._say(*answer.closing(event))

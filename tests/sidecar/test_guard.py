@@ -57,6 +57,50 @@ def test_livez_is_for_anyone(keyed: Sidecar) -> None:
     assert (answer.status_code, answer.text) == (200, "ok\n")
 
 
+def raw_answer(sidecar: Sidecar, request: bytes) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of what comes back, until the sidecar closes the connection."""
+    with socket.create_connection(("127.0.0.1", sidecar.port), PATIENCE) as connection:
+        connection.settimeout(PATIENCE)
+        connection.sendall(request)
+        answer = b""
+        while data := connection.recv(1 << 16):
+            answer += data
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status, *lines = head.decode().split("\r\n")
+    headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+    return int(status.split()[1]), headers, body
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"GARBAGE\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000,
+        b"GET /livez HTTP/1.1\r\nHost: localhost\r\nbad header\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1, 2\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",  # TLS
+    ],
+)
+def test_what_is_no_http_is_told_so_in_json(child: Sidecar, request_: bytes) -> None:
+    status, headers, body = raw_answer(child, request_)
+    assert status == 400 and headers["content-type"] == "application/json" and headers["connection"] == "close"
+    assert int(headers["content-length"]) == len(body)
+    error = json.loads(body)["error"]
+    assert error["code"] == "bad_http" and set(error) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/livez", "/"])
+def test_two_lengths_of_one_body(child: Sidecar, path: str) -> None:
+    """What one reader takes for a body is another's next request: nothing behind it is looked at."""
+    smuggled = b"0\r\n\r\nGET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    both = f"Content-Length: {len(smuggled)}\r\nTransfer-Encoding: chunked\r\n\r\n"
+    status, headers, body = raw_answer(child, (head + both).encode() + smuggled)
+    assert status == 400 and headers["connection"] == "close"
+    assert json.loads(body)["error"]["code"] == "bad_framing"  # and nothing follows
+
+
 def test_two_hosts(child: Sidecar) -> None:
     with socket.create_connection(("127.0.0.1", child.port), PATIENCE) as connection:
         connection.sendall(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")

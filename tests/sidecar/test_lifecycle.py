@@ -258,6 +258,63 @@ def test_score_errors(sidecar: Sidecar, tmp_path: Path) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (501, "not_implemented")
 
 
+@pytest.mark.model
+def test_readyz_while_loading(smollm2: Path, tmp_path: Path) -> None:
+    """503 and the phases so far, then 200; what is asked meanwhile waits, /livez does not."""
+    with Sidecar(tmp_path, "--", *engine_command("stdio", smollm2), ready=False) as sidecar:
+        first = httpx.get(sidecar.url + "/readyz")
+        assert (first.status_code, first.json()["state"]) == (503, "loading")
+        assert httpx.get(sidecar.url + "/livez").status_code == 200
+        assert sidecar.post("/v1/completions", SHORT).status_code == 200
+        last = httpx.get(sidecar.url + "/readyz")
+        assert (last.status_code, last.json()["state"]) == (200, "ready")
+        [weights] = [each for each in last.json()["loading"] if each["phase"] == "weights"]
+        assert weights["bytes"] == weights["total"] > 0
+
+
+def test_a_long_score_has_its_time_and_its_room(tiny: Path, tmp_path: Path) -> None:
+    """An answer of megabytes, after longer than a request may wait for its turn."""
+    beginning = "".join(map(chr, random.Random(5).choices(range(97, 123), k=250)))
+    candidates = [f"{beginning}{i:04}" for i in range(4096)]
+    with Sidecar(tmp_path, "--wait", "0.5", "--", *engine_command("stdio", tiny)) as sidecar:
+        began = time.monotonic()
+        ask = {"prompt": "Once", "candidates": candidates}
+        answer = httpx.post(sidecar.url + "/v1/score", json=ask, timeout=2 * PATIENCE)
+        assert answer.status_code == 200, answer.text[:500]
+        assert time.monotonic() - began > 1.0 and len(answer.content) > 16 << 20
+        assert [each["text"] for each in answer.json()["candidates"]] == candidates
+        assert sidecar.post("/v1/completions", SHORT).status_code == 200
+        assert sidecar.metric("reflex_sidecar_engine_restarts_total") == 0
+
+
+def test_bodies_of_other_scripts_take_the_room_they_take(sidecar: Sidecar) -> None:
+    """Three megabytes that would be eight with every character escaped, and four are what the engine reads."""
+    text = "語é🦜" * 320_000
+    body = json.dumps({"text": text}, ensure_ascii=False).encode()
+    assert 2_800_000 < len(body) < 4 << 20 < len(json.dumps({"text": text}))
+    answer = httpx.post(
+        sidecar.url + "/tokenize", content=body, headers={"content-type": "application/json"}, timeout=2 * PATIENCE
+    )
+    assert answer.status_code == 200, answer.text[:500]
+    assert answer.json()["count"] > 1_000_000
+
+
+@pytest.mark.model
+def test_a_client_that_leaves_inside_a_score(smollm2: Path, tmp_path: Path) -> None:
+    """The engine ends its pass and stays; it is neither waited for nor killed."""
+    with Sidecar(tmp_path, "--", *engine_command("stdio", smollm2)) as sidecar:
+        engine = sidecar.engine_pid()
+        with pytest.raises(httpx.ReadTimeout):
+            ask = {"prompt": "word " * 3000, "candidates": [" a", " b"]}  # minutes
+            httpx.post(sidecar.url + "/v1/score", json=ask, timeout=1.0)
+        began = time.monotonic()
+        assert sidecar.post("/v1/completions", SHORT).status_code == 200
+        assert time.monotonic() - began < 15
+        late = sidecar.post("/v1/score", {**ask, "deadline_ms": 500})
+        assert (late.status_code, late.json()["error"]["param"]) == (504, "deadline_ms")
+        assert sidecar.engine_pid() == engine and sidecar.metric("reflex_sidecar_engine_restarts_total") == 0
+
+
 def test_tokenize(sidecar: Sidecar) -> None:
     answer = sidecar.post("/tokenize", {"text": "Hello"}).json()
     assert answer["count"] == len(answer["tokens"]) > 0

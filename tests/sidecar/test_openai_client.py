@@ -6,9 +6,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from running import PATIENCE, Sidecar, engine_command, environment, until
+
+from reflex_ipc.engine import Engine as ReflexEngine
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 LONG = {"max_tokens": 4000, "logprobs": True, "top_logprobs": 20, "extra_body": {"ignore_eos": True}}
@@ -174,6 +177,61 @@ def test_completion_logprobs(client: openai.OpenAI) -> None:
             assert text[begin : begin + len(token)] == token
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_an_echoed_prompt(client: openai.OpenAI, tiny: Path, stream: bool) -> None:
+    """Against the logits of the whole text, in float64. What this model says holds half characters, too."""
+    prompt = "Once upon a té 🦜<|im_end|>"
+    ask = {"model": "llama-f16", "prompt": prompt, "temperature": 0, "max_tokens": 3, "logprobs": 2, "echo": True}
+    if stream:
+        chunks = list(client.completions.create(**ask, stream=True))
+        choices = [chunk.choices[0] for chunk in chunks]
+    else:
+        choices = [client.completions.create(**ask).choices[0]]
+    text = "".join(choice.text for choice in choices)
+    columns: dict[str, list[Any]] = {}
+    for choice in choices:
+        for name, column in (choice.logprobs.model_dump() if choice.logprobs else {}).items():
+            columns.setdefault(name, []).extend(column or [])
+    with ReflexEngine.open(tiny, backend="cpu") as engine:
+        ids = engine.tokenize(prompt)
+        ids += [token.id for token in engine.generate(ids, max_tokens=3) if token.id is not None]
+        logits = engine.logits(ids).astype(np.float64)
+        spelt = [engine.tokenizer.token_bytes(token, special=True) for token in ids]
+    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    expected = [float(logprobs[at, token]) for at, token in enumerate(ids[1:])]
+    assert set(map(len, columns.values())) == {len(ids)}
+    assert columns["token_logprobs"][0] is None and columns["top_logprobs"][0] is None
+    assert columns["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
+    for row, top in zip(logprobs, columns["top_logprobs"][1:], strict=False):
+        assert sorted(top.values()) == pytest.approx(sorted(row)[-2:], abs=1e-4)
+    names = list(map(legacy_name, spelt))
+    assert columns["tokens"] == names
+    assert text.startswith(prompt)
+    for name, begin in zip(names, columns["text_offset"], strict=True):
+        if not name.startswith("bytes:"):
+            assert text[begin : begin + len(name)] == name
+
+
+def legacy_name(raw: bytes) -> str:
+    """How OpenAI's completions write a token that is no text."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def test_only_the_prompts_logprobs(client: openai.OpenAI) -> None:
+    """What benchmarks ask for: no token of an answer."""
+    ask = {"model": "llama-f16", "prompt": [5, 6, 7, 8], "max_tokens": 0, "echo": True}
+    answer = client.completions.create(**ask, logprobs=0)
+    columns = answer.choices[0].logprobs
+    assert columns and columns.tokens and columns.token_logprobs and columns.top_logprobs is None
+    assert len(columns.tokens) == 4 and columns.token_logprobs[0] is None and max(columns.token_logprobs[1:]) < 0
+    plain = client.completions.create(**ask)
+    assert plain.choices[0].text == answer.choices[0].text and plain.choices[0].logprobs is None
+    assert answer.usage and answer.usage.completion_tokens == 0 and answer.choices[0].finish_reason == "length"
+
+
 def test_stop_string(client: openai.OpenAI, engine: Any) -> None:
     [expected] = engine({"op": "generate", "prompt": "Once", "max_tokens": 16})
     stop = expected["text"][4:6]
@@ -228,11 +286,24 @@ def test_errors_name_the_parameter(client: openai.OpenAI, stream: bool) -> None:
     assert refused(seed=0.5).param == "seed"  # the engine's own check
     assert refused(max_completion_tokens=-1).param == "max_completion_tokens"  # under the name that was used
     assert refused(extra_body={"temprature": 1}).param == "temprature"
-    assert refused(messages=[{"role": "user", "content": "x" * 9000}]).code == "context_length_exceeded"
+    long = refused(messages=[{"role": "user", "content": "x" * 9000}])
+    assert (long.code, long.param) == ("context_length_exceeded", "messages")
+    assert refused(messages=[{"role": "user", "content": "x", "tool_calls": [3]}]).param is not None
+    assert refused(logit_bias={"99999": 1}).param == "logit_bias.99999"
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     assert refused(messages=[{"role": "user", "content": [picture]}]).param == "messages[0].content[0].type"
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     assert refused(tools=[tool]).param == "tools"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"), [("", "prompt"), ("x" * 9000, "prompt"), ([5] * 5000, "prompt"), ([5, 99999], "prompt[1]")]
+)
+def test_errors_of_the_prompt_name_it(client: openai.OpenAI, prompt: Any, param: str) -> None:
+    """Also where the engine got it under another name, as token ids."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="llama-f16", prompt=prompt)
+    assert caught.value.param == param
 
 
 def test_another_model_is_not_served(client: openai.OpenAI) -> None:

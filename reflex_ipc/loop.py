@@ -182,6 +182,7 @@ class Loop:
             with self._engine:
                 self._ready = Ready(self._engine.info(), self._engine.timings)
                 gc.enable()  # __main__ turned it off
+                self._last_active = time.monotonic()
                 for channel in self._channels:
                     if channel.session.state is State.LOADING:
                         channel.session.loaded(self._ready)
@@ -212,10 +213,11 @@ class Loop:
                 return 0
             patience = None
             if self._exit_after_idle is not None:
-                patience = self._last_active + self._exit_after_idle - time.monotonic()
-                if patience <= 0:
-                    return 0
+                patience = max(0.0, self._last_active + self._exit_after_idle - time.monotonic())
+            seen = self._last_active
             self._pump(patience)
+            if patience == 0 and self._last_active == seen and self._told_to_end is None:
+                return 0  # and nobody stands at the door
 
     def _queue(self, channel: Channel) -> None:
         """Give it a turn, behind everyone who has one, if it has a line and has read what it was owed."""

@@ -103,3 +103,16 @@ def test_a_reader_that_drips(tiny: Path, path: Path) -> None:
             assert waits.answer({"id": 3, **SHORT})[-1]["finish_reason"] == "length"
     finally:
         stop(process)
+
+
+def test_loading_is_not_idleness(tiny: Path, path: Path) -> None:
+    """Whoever connects while the model loads is served, however short the patience behind it."""
+    for _ in range(3):
+        process = start(command("uds", tiny, path, "--exit-after-idle", 0.05), stdin=subprocess.DEVNULL)
+        try:
+            with Socket(path) as client:
+                client.ready()
+                assert client.rest() == []
+            assert process.wait(PATIENCE) == 0 and not path.exists()
+        finally:
+            stop(process)

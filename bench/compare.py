@@ -25,7 +25,7 @@ LEVEL = 0.05  # of one false alarm among all rows
 LEAST = 0.01  # a smaller change is not worth a name
 KEYS = ("state", "cache", "model", "engine", "contender", "what", "prompt_tokens", "tokens", "depth", "candidates")
 TIMES = {"first_ms": "to the first token", "exit_ms": "to the exit", "seconds": ""}
-KINDS = ("coldstart", "energy", "warm", "stdio", "experts")
+KINDS = ("coldstart", "energy", "timeline", "warm", "stdio", "experts")
 Row = Mapping[str, Any]
 
 

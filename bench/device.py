@@ -31,7 +31,13 @@ from measure import ROOT, MeasurementError
 
 MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b")
 LARGE = 10e9  # bytes; larger files come last, and not cold: the disk would take all the time
-PARTS = ("back-to-back", "held", "cold", "warm", "energy", "large", "idle")
+PARTS = ("back-to-back", "held", "cold", "timeline", "warm", "stdio", "energy", "large", "idle")
+TOOLS = {
+    "timeline": ("--runs", "7"),
+    "warm": ("--prefill", "512", "--depths", "128", "4096", "--score", "32", "512", "--repeat", "3"),
+    "stdio": (),
+}
+"""Instruments that are run as they are, and their options."""
 PROMPTS = (5, 512)
 N, N_COLD = 20, 3
 ENERGY = (20, 10.0, 4.0)  # starts and seconds of a batch, at least; seconds of idle power
@@ -89,12 +95,11 @@ class Session:
         self.save("energy", "energy", rows)
         self.texts.append(energy.render(rows))
 
-    def warm(self, name: str, model: Path) -> None:
-        """In a process of its own: this one must not have the driver open."""
-        tool, out = ROOT / "bench" / "warm.py", self.out / f"warm-{name}.json"
-        options = ["--out", str(out), "--backend", "cuda", "--prefill", "512", "--depths", "128", "--repeat", "3"]
-        options += ["--sha256", self.entries[model.name]["sha256"]]
-        command = [sys.executable, str(tool), str(model), *options]
+    def tool(self, tool: str, name: str, model: Path, *options: str) -> None:
+        """Another instrument, in a process of its own: this one must not have the driver open."""
+        options = ("--out", str(self.out / f"{tool}-{name}.json"), "--backend", "cuda", *options)
+        options += ("--sha256", self.entries[model.name]["sha256"])
+        command = [sys.executable, str(ROOT / "bench" / f"{tool}.py"), str(model), *options]
         result = subprocess.run(command, capture_output=True, text=True, timeout=max(self.left(), 5))
         if result.returncode:
             raise MeasurementError((result.stderr.strip() or "it failed").splitlines()[-1])
@@ -150,9 +155,10 @@ def run(
             session.part(state, session.starts, f"coldstart-{state}", every, state, "warm", N)
     if "cold" in parts:
         session.part("cold", session.starts, "coldstart-cold", short, "back-to-back", "cold", N_COLD)
-    if "warm" in parts:
-        for name in small:
-            session.part(f"warm, {name}", session.warm, name, files[name])
+    for part in ("timeline", "warm", "stdio"):
+        if part in parts:
+            for name in small:
+                session.part(f"{part}, {name}", session.tool, part, name, files[name], *TOOLS[part])
     if "energy" in parts:
         session.part("energy", session.energy, short)
     if "large" in parts:
@@ -170,7 +176,7 @@ def large(session: Session, name: str, model: Path, ready: Sequence[Any]) -> Non
     for state in ("back-to-back", "held"):
         out, found = f"coldstart-{state}-{name}", session.cells.get(name, [])
         session.part(f"{state}, {name}", session.starts, out, found, state, "warm", N)
-    session.part(f"warm, {name}", session.warm, name, model)
+    session.part(f"warm, {name}", session.tool, "warm", name, model, *TOOLS["warm"])
 
 
 def main() -> int:

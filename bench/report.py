@@ -20,6 +20,9 @@ from contenders import FLOOR
 from measure import ROOT, MeasurementError, summary
 from rates import shares
 
+sys.path.insert(0, str(ROOT))
+from reflex_ipc import waterfall
+
 Row = Mapping[str, Any]
 _STATES = {
     "idle": "nothing has used the GPU for 5 seconds: a cron job, the first request of the day",
@@ -45,6 +48,9 @@ def page(documents: Sequence[Mapping[str, Any]], plots: str) -> tuple[str, dict[
         parts.append(_curves(rows["coldstart"], _sizes(documents), pictures))
     if rows["energy"]:
         parts.append(_energy(rows["energy"], pictures))
+    for document in documents:
+        if document["kind"] == "timeline":
+            parts.append(_timeline(document, pictures))
     for kind, section in (("warm", _warm), ("stdio", _stdio), ("experts", _experts)):
         parts += [section(document) for document in documents if document["kind"] == kind]
     parts.append(_not_run(documents))
@@ -227,6 +233,17 @@ def _warm(document: Mapping[str, Any]) -> str:
             f"host to device {found['host_to_device_bytes_s'] / 1e9:.1f} GB/s."
         )
     return f"## Loaded: {model}, backend {document['backend']}\n\n{best}\n\n{_table(head, body)}"
+
+
+def _timeline(document: Mapping[str, Any], pictures: dict[str, str]) -> str:
+    file, plain, traced = document["models"][0]["file"], summary(document["plain_ms"]), summary(document["traced_ms"])
+    name = f"timeline-{Path(file).stem}.svg"
+    pictures[name] = waterfall.draw(document["trace"], f"From launch to first output, {file}, {document['backend']}")
+    return (
+        f"## Where a start's time goes: {file}\n\nOne start of {document['runs']} with `--trace`, back-to-back, the "
+        f"one with the median first output. A whole process takes {plain.median:.0f} ms without a trace, "
+        f"{traced.median:.0f} with one.\n\n![{file}: phases of a start](plot:{name})"
+    )
 
 
 def _stdio(document: Mapping[str, Any]) -> str:

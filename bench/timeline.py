@@ -1,9 +1,9 @@
 """Traces of starts on this machine: where the time goes, whether the tracks agree, and what tracing itself costs.
 
-    python bench/timeline.py OUT MODEL [--backend cuda] [--runs N]      OUT/timeline.json, trace.json, timeline.svg
+    python bench/timeline.py MODEL --out results/timeline.json [--backend cuda] [--runs N]
 
-Starts with and without --trace take turns; the phases are the median over the traced ones, the picture is of the start
-whose first output came at the median.
+Starts with and without --trace take turns; the phases are the median over the traced ones, the trace that is kept, and
+that the report draws, is of the start whose first output came at the median.
 """
 
 import argparse
@@ -12,17 +12,20 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import measure
+from measure import ROOT
+
+sys.path.insert(0, str(ROOT))
 from reflex_ipc import waterfall
 from reflex_ipc.launched import LAUNCHED
 from reflex_ipc.trace import label
 
-ROOT = Path(__file__).resolve().parents[1]
 LATE = 1.0
 """Milliseconds by which the mark of an arrival may come after what waited for it: a thread of Python sets it."""
 
@@ -62,20 +65,21 @@ def lateness(bars: list[waterfall.Bar]) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
     parser.add_argument("model")
+    parser.add_argument("--out", type=Path, required=True, help="the JSON")
     parser.add_argument("--prompt", default="The capital of France is")
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--sha256", metavar="DIGEST", help="of the model file, where it is known already")
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    file = arguments.out / "trace.json"
     traces: list[dict[str, Any]] = []
     plain, traced = [], []
-    for _ in range(arguments.runs + 1):
-        plain.append(start(arguments))
-        traced.append(start(arguments, "--trace", str(file)))
-        traces.append(json.loads(file.read_text()))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        for _ in range(arguments.runs + 1):
+            plain.append(start(arguments))
+            traced.append(start(arguments, "--trace", str(file)))
+            traces.append(json.loads(file.read_text()))
     del plain[0], traced[0], traces[0]  # the first finds cold caches
 
     phases: dict[str, list[float]] = {}
@@ -89,18 +93,16 @@ def main() -> int:
                 phases.setdefault(label(bar.track, bar.name), []).append(bar.end - bar.start)
         problems += disagreements(bars, trace["otherData"].get("device_clock_within_ms", 0.0) + 0.002)
     middle = traces[outs.index(statistics.median_low(outs))]
-    file.write_text(json.dumps(middle, separators=(",", ":")))
-    title = f"From launch to first output, {Path(arguments.model).name}, {arguments.backend}"
-    (arguments.out / "timeline.svg").write_text(waterfall.draw(middle, title))
     result = {
-        "model": arguments.model, "backend": arguments.backend, "runs": arguments.runs,
+        "models": [measure.model_entry(arguments.model, arguments.sha256)],
+        "backend": arguments.backend, "runs": arguments.runs,
         "plain_ms": plain, "traced_ms": traced, "first_output_ms": outs,
         "phases_ms": {name: statistics.median(values) for name, values in phases.items()},
         "device_clock_within_ms": [trace["otherData"].get("device_clock_within_ms") for trace in traces],
         "arrivals_late_ms": max(0.0, *(lateness(waterfall.bars(trace)[0]) for trace in traces)),
-        "disagreements": problems,
+        "disagreements": problems, "rows": [], "not_run": [], "trace": middle,
     }  # fmt: skip
-    (arguments.out / "timeline.json").write_text(json.dumps(result, indent=1) + "\n")
+    measure.save(arguments.out, measure.document("timeline", result))
     for name, ms in result["phases_ms"].items():
         print(f"{name:<28}{ms:10.2f}")
     print(f"{waterfall.OUT:<28}{statistics.median(outs):10.2f}")

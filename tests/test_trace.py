@@ -501,15 +501,18 @@ def test_a_picture_of_a_device_shows_both_streams() -> None:
 def test_the_instrument_takes_traces_apart(tiny: Path, tmp_path: Path) -> None:
     script = ROOT / "bench" / "timeline.py"
     done = subprocess.run(
-        [sys.executable, script, tmp_path, tiny, "--backend", "cpu", "--runs", "1"],
+        [sys.executable, script, tiny, "--out", tmp_path / "timeline.json", "--backend", "cpu", "--runs", "1"],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "0 disagreements in 1 traces"
     result = json.loads((tmp_path / "timeline.json").read_text())
     assert 0 < result["phases_ms"]["numpy"] < result["first_output_ms"][0] < result["traced_ms"][0]
-    ElementTree.parse(tmp_path / "timeline.svg")
+    (tmp_path / "trace.json").write_text(json.dumps(result["trace"]))
     events_of(tmp_path / "trace.json")
+    report = [sys.executable, ROOT / "bench" / "report.py", tmp_path / "timeline.json", "--out", tmp_path / "page.md"]
+    subprocess.run(report, check=True, timeout=60)
+    ElementTree.parse(next((tmp_path / "page").glob("timeline-*.svg")))
 
 
 def test_the_instrument_sees_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from reflex_ipc.cuda.fuse import alone, fused
 from reflex_ipc.errors import CancelledError, DeviceError, OutOfMemoryError, ReflexError, UnsupportedModelError
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.plan import PARENT_NONE, Step, inputs
+from reflex_ipc.sampler import Sampler, Sampling
 
 pytest_plugins = ["fakecuda.fixtures"]
 
@@ -172,6 +173,18 @@ def test_a_known_shape_allocates_nothing(fake: Fake, kernels, model) -> None:
     names = {line.split()[0] for line in fake.log[before:]}
     executor.close()
     assert names <= {"cuLaunchKernelEx", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuStreamSynchronize"}
+
+
+@needs_kernels
+def test_no_graph_is_made_before_the_first_token(fake: Fake, kernels, model) -> None:
+    executor = opened(fake, model)
+    executor.reserve(16)
+    executor.forward(Step.text(range(5), 0, [4]))
+    with pytest.raises(ReflexError, match="nan"):  # the fake computes nothing
+        next(executor.decode(Sampler(Sampling(), executor.plan.n_vocab, range(5))))
+    names = {line.split()[0] for line in fake.log}
+    executor.close()
+    assert "cuMemcpyDtoHAsync_v2" in names and not [name for name in names if "Graph" in name or "Capture" in name]
 
 
 @needs_kernels

@@ -10,6 +10,7 @@ import pytest
 from reflex_ipc import archs
 from reflex_ipc.check import check_ops
 from reflex_ipc.cuda.executor import CudaExecutor
+from reflex_ipc.cuda.places import PAGE
 from reflex_ipc.engine import Engine
 from reflex_ipc.errors import OutOfMemoryError
 from reflex_ipc.gguf import GGUF
@@ -99,6 +100,20 @@ def test_greedy_answers(fixtures: Path, name: str) -> None:
         assert n > 8
         assert [t.id for t in answer][:n] == expected[:n]
         assert model.answer(prompt, len(expected), Sampling()) == answer
+
+
+@pytest.mark.parametrize("name", [*DENSE, *OTHERS])
+def test_an_answer_goes_on_where_another_graph_begins(fixtures: Path, name: str) -> None:
+    """Graphs are made for contexts of so many pages: token by token across the border of one, and of a page of the cache,
+    the device says what it says of the whole text at once, which the reference's long logits hold to their bound."""
+    with Model(fixtures, name) as model:
+        start, n, bound = PAGE - 6, 14, BOUNDS[name]
+        prompt = model.reference["long_ids"][:start].tolist()
+        answer = [token.id for token in model.answer(prompt, n, Sampling())]
+        whole = model.logits([*prompt, *answer])[start - 1 : -1]
+        spread = whole.std(axis=1)
+        for i, token in enumerate(answer):
+            assert whole[i].max() - whole[i, token] <= 2 * bound * spread[i], f"token {i} behind {start}"
 
 
 @pytest.mark.parametrize(

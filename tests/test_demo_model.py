@@ -70,9 +70,13 @@ def test_a_new_answer_ends_the_one_under_way(engine: Engine) -> None:
 
 
 def test_poll_ends_an_answer(engine: Engine) -> None:
-    calls = iter([None, None, None, None, "deadline"])
-    generation = engine.generate("Once upon a time", max_tokens=50, poll=lambda: next(calls))
-    assert len(list(generation)) == 3
+    tokens = []
+    generation = engine.generate(
+        "Once upon a time", max_tokens=50, poll=lambda: "deadline" if len(tokens) >= 3 else None
+    )
+    for token in generation:
+        tokens.append(token)
+    assert len(tokens) == 3
     assert generation.finish_reason == "deadline"
 
 

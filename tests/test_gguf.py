@@ -75,7 +75,7 @@ def assert_agrees_with_package(path: Path) -> None:
 
 
 def test_the_model_fixtures_are_here() -> None:
-    assert len(MODELS) == 23
+    assert len(MODELS) == 25
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -6,7 +6,7 @@ import pytest
 
 from reflex_ipc import inspect
 from reflex_ipc.engine import Engine
-from reflex_ipc.errors import OutOfMemoryError
+from reflex_ipc.errors import OutOfMemoryError, UnsupportedModelError
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.reference import memory
 
@@ -34,7 +34,12 @@ def test_inspect_says_what_the_demo_model_needs(smollm2: Path) -> None:
         assert each["total"] == each["weights"] + each["cache"] + each["scratch"]
 
 
-def test_models_for_the_cpu_only_say_nothing_of_a_device(fixtures: Path) -> None:
+def test_models_for_the_cpu_only_say_nothing_of_a_device(fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(plan: object) -> None:
+        raise UnsupportedModelError("no kernel for one of its ops")
+
+    assert set(needs(fixtures / "exact" / "deepseek3-f16.gguf", 256)) == {"cpu", "cuda"}
+    monkeypatch.setattr("reflex_ipc.cuda.lower.check", refuse)
     assert set(needs(fixtures / "exact" / "deepseek3-f16.gguf", 256)) == {"cpu"}
 
 

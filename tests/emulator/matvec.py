@@ -39,11 +39,6 @@ REPLACED = {
 PRELUDE = """#include "cuda_host.h"
 #define __align__(n)
 struct uint2 { unsigned x, y; };
-struct uint4 { unsigned x, y, z, w; };
-inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-inline float __fdividef(float a, float b) { return a / b; }
-inline float __expf(float x) { return expf(x); }
-inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 inline int __float2int_rn(float x) { return (int)nearbyintf(x); }
 #include "matvec.cuh"
 extern "C" void emulator_kernel(const char *, const int *, int);

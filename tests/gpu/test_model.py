@@ -104,8 +104,8 @@ def test_greedy_answers(fixtures: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", [*DENSE, *OTHERS])
 def test_an_answer_goes_on_where_another_graph_begins(fixtures: Path, name: str) -> None:
-    """Token by token across the border of two graphs, and of two pages of the cache, the device says what it says of the
-    whole text at once, which the reference's long logits hold to their bound."""
+    """Token by token across the border of two graphs, and of two pages of the cache, the device says what it says of
+    the whole text at once, which the reference's long logits hold to their bound."""
     with Model(fixtures, name) as model:
         start, n, bound = PAGE - 6, 14, BOUNDS[name]
         prompt = model.reference["long_ids"][:start].tolist()

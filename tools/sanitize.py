@@ -1,10 +1,10 @@
 """The kernels under compute-sanitizer: whole small models of every family, nothing else in the process.
 
-    python tools/sanitize.py OUT                          memcheck, racecheck and initcheck, in about 6 minutes
+    python tools/sanitize.py OUT                          memcheck, racecheck and initcheck, side by side
     python tools/sanitize.py OUT --tool memcheck --limit 130
 
-Each model reads a prompt in one step and in steps of a few tokens, generates, and scores a tree. A tool gets its share
-of the time, models one after the other in one process; what there was no time for is said. Exit code 1 where a tool
+Each model reads a prompt in one step and in steps of a few tokens, generates, and scores a tree. Each tool is a process
+of its own, with one model after the other; what there was no time for is said. Exit code 1 where a tool
 found something. Logs go to OUT.
 """
 
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,7 +23,13 @@ FIXTURES = ROOT / "tests" / "fixtures"
 TOOLS = ("memcheck", "racecheck", "initcheck")
 MODELS = (
     *("exact/qwen3-f16", "quantised/qwen3-w256-Q4_K_M", "quantised/qwen3moe-w256-Q4_K_M", "exact/qwen35-f16"),
-    *("exact/deepseek3-f16", "exact/qwen3next-f16", "exact/llama-f16", "exact/qwen2-f16"),
+    *(
+        "exact/deepseek3-f16",
+        "exact/qwen3next-f16",
+        "quantised/deepseek3-w256-Q4_K_M",
+        "exact/llama-f16",
+        "exact/qwen2-f16",
+    ),
     *("quantised/llama-w256-Q4_K_M", "quantised/qwen3-w256-IQ4_XS", "large/qwen3"),
 )
 FOUND = 9
@@ -68,7 +75,9 @@ def run_models(until: float, names: Sequence[str]) -> int:
 def sanitize(program: str, tool: str, log: Path, limit_s: float) -> str:
     """One tool over the models; what came of it, in a word or two."""
     until = time.monotonic() + 0.7 * limit_s  # no model is begun later
-    command = [program, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20", sys.executable]
+    # Driver calls that fail are the driver layer's to report; some are expected to, where a device lacks something.
+    command = [program, "--tool", tool, "--report-api-errors", "no"]
+    command += ["--error-exitcode", str(FOUND), "--print-limit", "20", sys.executable]
     command += [__file__, "--until", str(until)]
     with open(log, "wb") as file:
         try:
@@ -96,11 +105,10 @@ def main() -> int:
         sys.stderr.write("sanitize: no compute-sanitizer on the PATH or in CUDA_HOME\n")
         return 1
     options.out.mkdir(parents=True, exist_ok=True)
-    tools, began, said = options.tool or TOOLS, time.monotonic(), []
-    for i, tool in enumerate(tools):
-        share = (began + options.limit - time.monotonic()) / (len(tools) - i)
-        said.append(sanitize(program, tool, options.out / f"{tool}.log", share))
-        print(said[-1], flush=True)
+    tools = options.tool or TOOLS
+    with ThreadPoolExecutor(len(tools)) as pool:
+        said = list(pool.map(lambda tool: sanitize(program, tool, options.out / f"{tool}.log", options.limit), tools))
+    print(*said, sep="\n")
     return 0 if all(": clean; " in line for line in said) else 1
 
 

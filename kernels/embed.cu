@@ -1,6 +1,7 @@
-// Rows of the embedding matrix: out[t] = weight[tokens[t]], dequantised exactly as the reference does.
+// Rows of a matrix, dequantised exactly as the reference does: out[t] = weight[tokens[t]], which is what embeds tokens.
+// Without tokens the first T rows of each of several matrices that begin `matrix_bytes` apart.
 //
-// weight: rows of `row_bytes` bytes in GGUF blocks; out (T, width) float32. Grid (any, T), any block.
+// weight: rows of `row_bytes` bytes in GGUF blocks; out (matrices, T, width) float32. Grid (any, T, matrices), any block.
 #include "block.cuh"
 #include "dequant.cuh"
 
@@ -39,9 +40,10 @@ __device__ __forceinline__ void blocks(float *out, const uint8_t *row, int width
 
 #define EMBED(TYPE, ROW)                                                                                                 \
     extern "C" __global__ void embed_##TYPE(float *out, const uint8_t *weight, const int *tokens, int width,             \
-                                            int row_bytes) {                                                             \
+                                            int row_bytes, int64_t matrix_bytes) {                                       \
         wait_for_predecessor();                                                                                          \
-        ROW(out + blockIdx.y * (int64_t)width, weight + tokens[blockIdx.y] * (int64_t)row_bytes, width);                 \
+        int64_t row = tokens ? tokens[blockIdx.y] : blockIdx.y, to = blockIdx.z * (int64_t)gridDim.y + blockIdx.y;       \
+        ROW(out + to * width, weight + blockIdx.z * matrix_bytes + row * row_bytes, width);                              \
     }
 
 EMBED(F32, floats<F32>)

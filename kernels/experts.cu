@@ -12,12 +12,15 @@ struct Route {
     float scale;
 };
 
-// The place of the highest of n numbers, the first of equals, in every lane. NaN is no number: it marks what is taken.
+constexpr int NOWHERE = 0x7fffffff;
+
+// The place of the highest of n numbers, the first of equals, in every lane; NOWHERE where none is a number. NaN is none:
+// it marks what is taken.
 __device__ __forceinline__ int highest(const float *x, int n) {
     float best = -CUDART_INF_F;
-    int at = 0x7fffffff;
+    int at = NOWHERE;
     for (int i = threadIdx.x; i < n; i += WARP)
-        if (x[i] > best || (at == 0x7fffffff && x[i] == x[i])) {
+        if (x[i] > best || (at == NOWHERE && x[i] == x[i])) {
             best = x[i];
             at = i;
         }
@@ -35,7 +38,8 @@ __device__ __forceinline__ int highest(const float *x, int n) {
 
 // p = softmax or sigmoid of the logits. Chosen are the n_used highest of p + bias, within the n_group_used best of n_group
 // groups of neighbours, a group counting by its highest, or by the sum of its two highest (`top2`). Their weights are p,
-// divided by their sum (`normalise`), times scale. One warp a token, one block; shared: 2 n_expert + n_group floats.
+// divided by their sum (`normalise`), times scale. Where NaN leaves fewer than n_used, expert 0 takes the places left with
+// a weight of NaN. One warp a token, one block; shared: 2 n_expert + n_group floats.
 extern "C" __global__ void route(const __grid_constant__ Route a) {
     extern __shared__ int4 memory[];
     float *p = (float *)memory, *selection = p + a.n_expert, *groups = selection + a.n_expert;
@@ -72,7 +76,7 @@ extern "C" __global__ void route(const __grid_constant__ Route a) {
         for (int used = 0; used < a.n_group_used; used++) {
             int g = highest(groups, a.n_group);
             __syncwarp();
-            if (threadIdx.x == 0) groups[g] = CUDART_NAN_F;  // chosen: never again the highest
+            if (threadIdx.x == 0 && g != NOWHERE) groups[g] = CUDART_NAN_F;  // chosen: never again the highest
             __syncwarp();
         }
         for (int i = threadIdx.x; i < a.n_expert; i += WARP)
@@ -82,13 +86,14 @@ extern "C" __global__ void route(const __grid_constant__ Route a) {
     float *out = a.out + blockIdx.x * (int64_t)(2 * a.n_used);
     sum = 0.0f;
     for (int used = 0; used < a.n_used; used++) {
-        int i = highest(selection, a.n_expert);
+        int place = highest(selection, a.n_expert), i = place == NOWHERE ? 0 : place;
+        float weight = place == NOWHERE ? CUDART_NAN_F : p[i];
         __syncwarp();
-        sum += p[i];
+        sum += weight;
         if (threadIdx.x == 0) {
             selection[i] = CUDART_NAN_F;
             out[used] = float(i);
-            out[a.n_used + used] = p[i];
+            out[a.n_used + used] = weight;
         }
         __syncwarp();
     }

@@ -10,6 +10,8 @@ constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP;
 constexpr int CHUNK = 256;
 constexpr int A_THREAD = 4;  // outputs: rank <= A_THREAD * THREADS
+constexpr int TILE = 8;      // tokens that share what is read of a key matrix
+constexpr int SLICE = 64;    // of its rows at a time
 constexpr float LOG2_E = 1.4426950408889634f;
 
 // x (T, width) into the cache behind `past`. One warp a token, one block.
@@ -17,6 +19,44 @@ extern "C" __global__ void store_latent(const __grid_constant__ Cache cache, con
     wait_for_predecessor();
     int position = *past + blockIdx.x;
     store_row(cache.key(position, 0), cache.key_scale(position, 0), x + blockIdx.x * (int64_t)cache.d, cache.d);
+}
+
+struct Absorb {
+    float *out;        // (T, n_head, rank)
+    const float *q;    // (T, n_head, d_q): the first d_nope of each head count
+    const float *k_b;  // (n_head, d_nope, rank)
+    int n_tokens, n_head, rank, d_nope, d_q;
+    int unused;
+};
+
+// out[t][h] = sum over d of q[t][h][d] k_b[h][d]: for files that have keys' rows, not their columns, side by side. A
+// thread a column, its sums in order. Grid (rank over threads, n_head, T over TILE).
+extern "C" __global__ void absorb(const __grid_constant__ Absorb a) {
+    __shared__ float query[SLICE][TILE];
+    wait_for_predecessor();
+    int column = blockIdx.x * blockDim.x + threadIdx.x, head = blockIdx.y, first = blockIdx.z * TILE;
+    const float *k_b = a.k_b + head * (int64_t)a.d_nope * a.rank + column;
+    float sum[TILE] = {};
+    for (int start = 0; start < a.d_nope; start += SLICE) {
+        int n = min(SLICE, a.d_nope - start);
+        __syncthreads();
+        for (int i = threadIdx.x; i < n * TILE; i += blockDim.x) {
+            int d = i % n, t = i / n, token = min(first + t, a.n_tokens - 1);  // those beyond are not written
+            query[d][t] = a.q[(token * (int64_t)a.n_head + head) * a.d_q + start + d];
+        }
+        __syncthreads();
+        if (column >= a.rank) continue;
+#pragma unroll 16
+        for (int d = 0; d < n; d++) {
+            float weight = k_b[(start + d) * (int64_t)a.rank];
+#pragma unroll
+            for (int t = 0; t < TILE; t++) sum[t] += query[d][t] * weight;
+        }
+    }
+    if (column >= a.rank) return;
+#pragma unroll
+    for (int t = 0; t < TILE; t++)
+        if (first + t < a.n_tokens) a.out[((first + t) * (int64_t)a.n_head + head) * a.rank + column] = sum[t];
 }
 
 struct Latent {

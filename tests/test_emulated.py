@@ -4,19 +4,23 @@ from functools import partial
 from pathlib import Path
 
 import emulator
+import legacy_file
 import numpy as np
 import pytest
 from emulator.build import library
+from gguf_bytes import read_plainly
 
 from reflex_ipc import archs
 from reflex_ipc.check import compare
 from reflex_ipc.cuda import executor as cuda
 from reflex_ipc.cuda import families, launch, linear
 from reflex_ipc.cuda.device import start_driver
+from reflex_ipc.cuda.fuse import Group
+from reflex_ipc.errors import ReflexError
 from reflex_ipc.gguf import GGUF
-from reflex_ipc.plan import PARENT_NONE, PARENT_STATE, Step
+from reflex_ipc.plan import PARENT_NONE, PARENT_STATE, Route, Step
 from reflex_ipc.reference.executor import ReferenceExecutor
-from reflex_ipc.reference.ops import States
+from reflex_ipc.reference.ops import FUNCTIONS, Run, States
 from reflex_ipc.reference.weights import Weights
 from reflex_ipc.sampler import Sampler, Sampling
 
@@ -25,6 +29,7 @@ pytestmark = pytest.mark.skipif(not KERNELS.exists(), reason="the kernels are no
 
 DENSE = ["llama", "qwen2", "qwen3-untied"]
 OTHERS = ["qwen3moe", "qwen35", "qwen35moe", "qwen3next", "deepseek3"]
+QUANTISED = "quantised/deepseek3-w256-Q4_K_M"
 BOUND = 1e-3
 """Products are exact here: what is lost is the half-precision cache, and values on the tensor cores."""
 
@@ -43,9 +48,9 @@ def opened(emulated, monkeypatch, fixtures: Path):
     monkeypatch.setattr(cuda, "Kernels", partial(launch.Kernels, lib=lib))
     executors = []
 
-    def open_model(name: str, *, fuse: bool = True):
+    def open_model(name: str, *, fuse: bool = True, file: Path | None = None):
         stem = fixtures / (name if "/" in name else f"exact/{name}-f16")
-        gguf = GGUF.open(f"{stem}.gguf")
+        gguf = GGUF.open(file or f"{stem}.gguf")
         plan = archs.build(gguf)
         executor = cuda.CudaExecutor(gguf, plan, plan.n_ctx_train, opening=start_driver(0, path), fuse=fuse)
         executors.append((executor, gguf))
@@ -99,6 +104,118 @@ def test_logits_of_27_blocks(opened) -> None:
     executor.reserve(48)
     executor.forward(Step.text(reference["ids"].tolist(), 0, range(48)))
     assert relative_error(executor.logits(), reference["logits"]) <= 1e-2
+
+
+LEGACY = {"F16": ("deepseek3", None), "Q8_0": (QUANTISED, None), "Q4_K": (QUANTISED, 256)}
+"""Type of `attn_kv_b` -> the file it is put into, and the rank its latents get."""
+
+
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "alone"])
+@pytest.mark.parametrize("kind", LEGACY)
+def test_logits_of_legacy_files(opened, fixtures: Path, tmp_path: Path, kind: str, fuse: bool) -> None:
+    """`attn_kv_b` in one piece. As F16 these are the numbers of the absorbed file, and so are the logits."""
+    name, rank = LEGACY[kind]
+    source = fixtures / (name if "/" in name else f"exact/{name}-f16")
+    file = legacy_file.write(source.with_suffix(".gguf"), tmp_path / "legacy.gguf", kind, rank)
+    executor, gguf, reference = opened(name, fuse=fuse, file=file)
+    ids, expected = reference["ids"].tolist(), reference["logits"]
+    cpu = ReferenceExecutor(gguf, executor.plan, 64)
+    cpu.reserve(48)
+    executor.reserve(48)
+    cpu.forward(Step.text(ids, 0, range(48)))
+    if kind == "F16":
+        assert relative_error(cpu.logits(), expected) <= 2e-5
+    expected = cpu.logits()
+    for sizes in ([48], [7, 1, 1, 1, 20, 18]):
+        executor.reset()
+        rows, start = [], 0
+        for size in sizes:
+            executor.forward(Step.text(ids[start : start + size], start, range(size)))
+            rows.append(executor.logits())
+            start += size
+        assert relative_error(np.concatenate(rows), expected) <= BOUND
+    if kind == "F16":
+        executor.reset()
+        prompt = ids[: int(reference["prompt_len"])]
+        executor.forward(Step.text(prompt, 0, [len(prompt) - 1]))
+        answer = executor.decode(Sampler(Sampling(), executor.plan.n_vocab, prompt))
+        assert [next(answer).id for _ in range(8)] == reference["greedy"][:8].tolist()
+        answer.close()
+
+
+@pytest.mark.parametrize(("name", "half"), [("deepseek2-lite", False), ("deepseek3", False), ("deepseek3", True)])
+def test_legacy_files_on_the_references_inputs(
+    opened, monkeypatch, fixtures: Path, tmp_path: Path, name: str, half: bool
+) -> None:
+    """Latent attention is what it is of the absorbed file, to a few roundings of float32: where products are exact, and
+    where a prompt's heads are grouped like experts."""
+    if half:
+        monkeypatch.setattr(linear, "expert_linear", emulator.half_experts)
+    file = legacy_file.write(fixtures / f"exact/{name}-f16.gguf", tmp_path / "legacy.gguf")
+    (legacy, gguf, _), (absorbed, _, _) = opened(name, file=file), opened(name)
+    weights, states = Weights(gguf, legacy.plan, 2), States(legacy.plan.states)
+    states.reserve(32)
+    tree = Step([1, 2, 3, 4, 5, 6], [9, 10, 10, 11, 0, 1], [-1, 0, 0, 2, PARENT_NONE, 4], [1, 3, 5], 1)
+    for step in (Step.text(range(9), 0, [8]), tree, Step.text([7], 10, [0])):
+        for what, _, error, bound in compare(legacy, step, weights, states):
+            assert error <= bound, what
+    states.n_past = 0
+    for executor in (legacy, absorbed):
+        executor.reset()
+    for step in (Step.text(range(9), 0, [8]), tree, Step.text([7], 10, [0])):
+        errors = legacy_file.latent_errors(legacy, absorbed, Run(step, weights, states))
+        assert len(errors) == legacy.plan.n_layer
+        assert max(errors) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "deepseek3"])
+@np.errstate(invalid="ignore")
+def test_logits_of_a_router_that_are_no_numbers(opened, name: str) -> None:
+    """Experts are real ones whatever is in the logits, and weights are NaN where it is nothing to choose by."""
+    executor, gguf, _ = opened(name)
+    weights, states = Weights(gguf, executor.plan, 2), States(executor.plan.states)
+    states.reserve(8)
+    run = Run(Step.text(range(6), 0, [5]), weights, states)
+
+    def feed(group: Group) -> dict[str, bytes]:
+        for op in group.parts:
+            if isinstance(op, Route):
+                x = run.values[op.logits.name] = run[op.logits].copy()
+                x[0], x[1, ::2], x[2, 1:], x[3] = np.nan, np.nan, np.nan, -np.inf
+                x[4, 3] = np.inf
+        return {value.name: run[value].astype(np.float32).tobytes() for value in group.inputs}
+
+    seen = 0
+    for group, left in executor.trace(run.step, feed):
+        for op in group.parts:
+            run.values[op.out.name] = FUNCTIONS[type(op)](op, run)
+            if isinstance(op, Route):
+                seen += 1
+                ids, parts = np.split(np.frombuffer(left[op.out.name], np.float32).reshape(6, -1), 2, axis=1)
+                assert (ids == ids.astype(int)).all() and ids.min() >= 0 and ids.max() < op.logits.width
+                assert np.isnan(parts[0]).all() and np.isnan(parts[2]).any()
+                assert np.abs(np.concatenate([ids, parts], axis=1)[5] - run[op.out][5]).max() <= 1e-6
+                run.values[op.out.name] = np.nan_to_num(run[op.out])
+    assert seen
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "deepseek3"])
+def test_a_broken_file_of_experts_ends_in_an_error(opened, fixtures: Path, tmp_path: Path, name: str) -> None:
+    """NaN before every router: no expert beyond the last is read, and the sampler says what became of the logits."""
+    raw = bytearray((fixtures / f"exact/{name}-f16.gguf").read_bytes())
+    for tensor, (_, _, at) in read_plainly(bytes(raw))[1].items():
+        if tensor.endswith("ffn_norm.weight"):
+            raw[at : at + 4] = np.float32(np.nan).tobytes()
+    (tmp_path / "broken.gguf").write_bytes(raw)
+    executor, _, _ = opened(name, file=tmp_path / "broken.gguf")
+    for prompt in ([5], [5, 6, 7, 8, 9]):
+        executor.reset()
+        executor.reserve(16)
+        executor.forward(Step.text(prompt, 0, [len(prompt) - 1]))
+        answer = executor.decode(Sampler(Sampling(), executor.plan.n_vocab, prompt))
+        with pytest.raises(ReflexError, match="nan as the logit of token 0"):
+            next(answer)
+        answer.close()
 
 
 @pytest.mark.parametrize("name", ["qwen35moe", "deepseek3"])

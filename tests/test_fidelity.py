@@ -5,6 +5,7 @@ The bound is the norm of the difference over the norm of the reference, over all
 
 from pathlib import Path
 
+import legacy_file
 import numpy as np
 import pytest
 
@@ -52,6 +53,15 @@ def test_logits_of_exact_weights(fixtures: Path, name: str, bound: float) -> Non
         assert relative_error(engine.logits(reference["ids"].tolist()), reference["logits"]) <= bound
         long = engine.logits(reference["long_ids"].tolist())
         assert relative_error(long[reference["long_rows"]], reference["long_logits"]) <= bound
+
+
+@pytest.mark.parametrize("name", ["deepseek2-lite", "deepseek3"])
+def test_logits_of_legacy_files(fixtures: Path, tmp_path: Path, name: str) -> None:
+    """Files with `attn_kv_b` in one piece have the logits of the files they are made from."""
+    source = fixtures / "exact" / f"{name}-f16.gguf"
+    reference = np.load(source.with_suffix(".npz"))
+    with Engine.open(legacy_file.write(source, tmp_path / "legacy.gguf"), backend="cpu") as engine:
+        assert relative_error(engine.logits(reference["ids"].tolist()), reference["logits"]) <= EXACT[name]
 
 
 @pytest.mark.parametrize("name", EXACT)

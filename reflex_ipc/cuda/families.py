@@ -23,12 +23,15 @@ if TYPE_CHECKING:
 
 LARGEST_KEY = 128  # of the delta rule: kernels/delta.cuh
 LARGEST_RANK = 1024  # of latent attention: kernels/latent.cu
+_TILE = 8  # tokens of a block of `absorb`
+_COLUMNS = 64
 
 _ROUTE = Struct("<3Q7if")
 _STEP = Struct("<4Q2i")
 _DELTA = Struct("<9Q7if")
 _DELTA_TOKEN = Struct("<9Q5i3f")
 _LATENT = Struct("<5QQqiiiI4ifI")
+_ABSORB = Struct("<3Q6i")
 
 
 def refusal(plan: "Plan", op: "Any") -> str | None:
@@ -40,13 +43,8 @@ def refusal(plan: "Plan", op: "Any") -> str | None:
                 f"has keys of {d_k} and values of {d_v} numbers; the CUDA kernels take multiples of 4, and keys of up "
                 f"to {LARGEST_KEY}"
             )
-    if isinstance(op, ops.LatentAttention):
-        if len(op.weights) != 2:
-            return (
-                "has attn_kv_b in one piece, which no CUDA kernel takes; convert the file again, or use --backend cpu"
-            )
-        if op.rank > LARGEST_RANK or op.rank % 8 or op.latent.width % 8:
-            return f"has latents of rank {op.rank}; the CUDA kernels take multiples of 8 up to {LARGEST_RANK}"
+    if isinstance(op, ops.LatentAttention) and (op.rank > LARGEST_RANK or op.rank % 8 or op.latent.width % 8):
+        return f"has latents of rank {op.rank}; the CUDA kernels take multiples of 8 up to {LARGEST_RANK}"
     return None
 
 
@@ -67,12 +65,12 @@ def scratch_bytes(plan: "Plan", n_tokens: int) -> int:
             size = linear.expert_scratch_bytes(n_tokens, width, kind, experts, per_expert=op.x.width != width)
             need = max(need, size)
         elif isinstance(op, ops.LatentAttention):
-            between = 4 * n_tokens * sum(_parts(plan, op))
+            between = aligned(sum(_between(op, n_tokens)))
             for name in op.weights:
                 tensor = plan.weights[name]
                 heads = _heads_of(plan, op, name)
                 size = linear.expert_scratch_bytes(n_tokens, tensor.ne[0], tensor.type.name, heads, per_expert=True)
-                need = max(need, aligned(between) + size)
+                need = max(need, between + size)
         elif isinstance(op, ops.DeltaRule):
             need = max(need, 4 * n_tokens * 2 * (op.q.width + op.v.width))
     return need
@@ -250,28 +248,31 @@ def delta_group(low: "Lowering", group: "Group", shape: "Shape") -> "Iterator[La
 # Latent attention
 
 
-def _parts(plan: "Plan", op: ops.LatentAttention) -> tuple[int, int, int]:
-    """Numbers a token of the queries' unrotated parts, of them absorbed, and of the mixed latents."""
-    return op.n_head * plan.weights[op.weights[0]].ne[0], op.n_head * op.rank, op.n_head * op.rank
+def _widths(op: ops.LatentAttention) -> tuple[int, int, int]:
+    """Numbers of a query, of its unrotated part, and of what a head makes of its mixed latents."""
+    d_q = op.q.width // op.n_head
+    return d_q, d_q - (op.latent.width - op.rank), op.out.width // op.n_head
+
+
+def _between(op: ops.LatentAttention, n_tokens: int) -> tuple[int, int, int]:
+    """Bytes of what the products with keys' matrices begin with, of absorbed queries, and of mixed latents. The first
+    are the queries' unrotated parts; of files that have `attn_kv_b` in one piece, its keys' rows as float32."""
+    _, d_nope, _ = _widths(op)
+    latents = 4 * n_tokens * op.n_head * op.rank
+    return 4 * op.n_head * d_nope * (n_tokens if len(op.weights) == 2 else op.rank), latents, latents
 
 
 def latent_attention(low: "Lowering", op: ops.LatentAttention, shape: "Shape") -> "Iterator[Launch]":
     n, n_head, rank, p = shape.n_tokens, op.n_head, op.rank, low.places
-    k_b, v_b = (low.plan.weights[name] for name in op.weights)
-    d_nope, d_v, d_q = k_b.ne[0], v_b.ne[1], op.q.width // n_head
-    plain = p.scratch
-    absorbed = plain + 4 * n * n_head * d_nope
-    mixed = absorbed + 4 * n * n_head * rank
-    scratch = plain + aligned(4 * n * sum(_parts(low.plan, op)))
+    d_q, d_nope, d_v = _widths(op)
+    first, latents, _ = sizes = _between(op, n)
+    absorbed = p.scratch + first
+    mixed = absorbed + latents
+    scratch = p.scratch + aligned(sum(sizes))
     layer, page_bytes = low.cache_of(op.state)
     cache = Struct("<QqiiiI").pack(layer, page_bytes, 1, op.latent.width, 0, 0)
     yield low.launch("store_latent", (n, 1, 1), 32, [cache, low.at(op.latent), p.control])
-    numbers = n * n_head * d_nope
-    yield low.launch("slice", low.wide(numbers), 256, [plain, low.at(op.q), numbers, d_q, 0, d_nope])
-    heads = [_heads_of(low.plan, op, name, p.heads) for name in op.weights]
-    entry = linear.Input(plain, n, d_nope, n_head * d_nope)
-    matrix = linear.Matrix(k_b.type.name, low.weight(op.weights[0]), rank, absorbed, rank)
-    yield from _experts(low, entry, matrix, heads[0], scratch, per_expert=True)
+    yield from (_absorb if len(op.weights) == 2 else _absorb_rows)(low, op, n, absorbed, scratch)
     arguments = _LATENT.pack(
         mixed,
         absorbed,
@@ -293,8 +294,33 @@ def latent_attention(low: "Lowering", op: ops.LatentAttention, shape: "Shape") -
     )
     yield low.launch("attention_latent", (n_head, n, 1), 256, [arguments], 4 * op.latent.width)
     entry = linear.Input(mixed, n, rank, n_head * rank)
-    matrix = linear.Matrix(v_b.type.name, low.weight(op.weights[1]), d_v, low.at(op.out), d_v)
-    yield from _experts(low, entry, matrix, heads[1], scratch, per_expert=True)
+    values = low.plan.weights[op.weights[-1]]
+    weight = low.weight(values.name) + (0 if len(op.weights) == 2 else d_nope * values.row_bytes)
+    matrix = linear.Matrix(values.type.name, weight, d_v, low.at(op.out), d_v)
+    yield from _experts(low, entry, matrix, _heads_of(low.plan, op, values.name, p.heads), scratch, per_expert=True)
+
+
+def _absorb(low: "Lowering", op: ops.LatentAttention, n: int, absorbed: int, scratch: int) -> "Iterator[Launch]":
+    """absorbed[t][h] = k_b[h] q_nope[t][h]."""
+    d_q, d_nope, _ = _widths(op)
+    k_b = low.plan.weights[op.weights[0]]
+    plain, numbers = low.places.scratch, n * op.n_head * d_nope
+    yield low.launch("slice", low.wide(numbers), 256, [plain, low.at(op.q), numbers, d_q, 0, d_nope])
+    entry = linear.Input(plain, n, d_nope, op.n_head * d_nope)
+    matrix = linear.Matrix(k_b.type.name, low.weight(k_b.name), op.rank, absorbed, op.rank)
+    heads = _heads_of(low.plan, op, k_b.name, low.places.heads)
+    yield from _experts(low, entry, matrix, heads, scratch, per_expert=True)
+
+
+def _absorb_rows(low: "Lowering", op: ops.LatentAttention, n: int, absorbed: int, _: int) -> "Iterator[Launch]":
+    """The same from one `attn_kv_b`, which has k_b[h] by columns: they are dequantised once a step."""
+    d_q, d_nope, d_v = _widths(op)
+    kv_b = low.plan.weights[op.weights[0]]
+    columns, row, head = low.places.scratch, kv_b.row_bytes, (d_nope + d_v) * kv_b.row_bytes
+    grid = (-(-op.rank // 16 // 32), d_nope, op.n_head)
+    yield low.launch(f"embed_{kv_b.type.name}", grid, 32, [columns, low.weight(kv_b.name), 0, op.rank, row, head])
+    arguments = _ABSORB.pack(absorbed, low.at(op.q), columns, n, op.n_head, op.rank, d_nope, d_q, 0)
+    yield low.launch("absorb", (-(-op.rank // _COLUMNS), op.n_head, -(-n // _TILE)), _COLUMNS, [arguments])
 
 
 METHODS: "dict[type, Callable[..., Iterator[Launch]]]" = {

@@ -216,7 +216,7 @@ class Lowering:
 
     def _embed(self, op: ops.Embed, shape: Shape) -> "Iterator[Launch]":
         tensor = self.plan.weights[op.weight]
-        arguments = [self.at(op.out), self.weight(op.weight), self.places.tokens, op.out.width, tensor.row_bytes]
+        arguments = [self.at(op.out), self.weight(op.weight), self.places.tokens, op.out.width, tensor.row_bytes, 0]
         grid = (-(-op.out.width // 16 // 128), shape.n_tokens, 1)
         yield self.launch(f"embed_{tensor.type.name}", grid, 128, arguments)
 

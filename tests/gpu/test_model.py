@@ -4,17 +4,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import legacy_file
 import numpy as np
 import pytest
+from gguf_bytes import read_plainly
 
 from reflex_ipc import archs
 from reflex_ipc.check import check_ops
 from reflex_ipc.cuda.executor import CudaExecutor
 from reflex_ipc.cuda.places import PAGE
 from reflex_ipc.engine import Engine
-from reflex_ipc.errors import OutOfMemoryError
+from reflex_ipc.errors import OutOfMemoryError, ReflexError
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.plan import PARENT_NONE, Step
+from reflex_ipc.reference.ops import Run, States
+from reflex_ipc.reference.weights import Weights
 from reflex_ipc.sampler import Sampler, Sampling
 
 pytestmark = pytest.mark.gpu
@@ -28,15 +32,20 @@ QUANTISED = ["llama-w256-Q4_K_M", "qwen35-w256-Q4_K_M"]
 QUANTISED += ["qwen3moe-w256-MXFP4_MOE", "qwen3moe-w256-Q4_K_M", "qwen35moe-w256-Q4_K_M", "deepseek3-w256-Q4_K_M"]
 QUANTISED += [f"qwen3-w256-{t}" for t in ("IQ3_S", "IQ4_XS", "Q2_K", "Q4_0", "Q4_K_M", "Q5_K_M", "Q8_0")]
 BOUNDS.update(dict.fromkeys(QUANTISED, 1e-2))
+QUANTISED_MLA = "deepseek3-w256-Q4_K_M"
+
+
+def path_of(fixtures: Path, name: str) -> Path:
+    return fixtures / (f"quantised/{name}.gguf" if "-w256-" in name else f"exact/{name}-f16.gguf")
 
 
 class Model:
-    """A fixture on the device, with its reference."""
+    """A fixture on the device, or another file of its kind, with its reference."""
 
-    def __init__(self, fixtures: Path, name: str, *, fuse: bool = True) -> None:
-        folder, suffix = ("quantised", "") if "-w256-" in name else ("exact", "-f16")
-        self.reference = np.load(fixtures / folder / f"{name}{suffix}.npz")
-        self.gguf = GGUF.open(fixtures / folder / f"{name}{suffix}.gguf")
+    def __init__(self, fixtures: Path, name: str, *, fuse: bool = True, file: Path | None = None) -> None:
+        path = path_of(fixtures, name)
+        self.reference = np.load(path.with_suffix(".npz"))
+        self.gguf = GGUF.open(file or path)
         self.plan = archs.build(self.gguf)
         self.executor = CudaExecutor(self.gguf, self.plan, self.plan.n_ctx_train, fuse=fuse)
         self.ids = self.reference["ids"].tolist()
@@ -87,6 +96,58 @@ def test_logits(fixtures: Path, name: str, bound: float, fuse: bool) -> None:
         if "long_ids" in model.reference:
             long = model.logits(model.reference["long_ids"].tolist(), model.reference["long_rows"].tolist())
             assert relative_error(long, model.reference["long_logits"]) <= bound
+
+
+LEGACY = {"F16": ("deepseek3", None), "Q8_0": (QUANTISED_MLA, None), "Q4_K": (QUANTISED_MLA, 256)}
+"""Type of `attn_kv_b` -> the file it is put into, and the rank its latents get."""
+
+
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "alone"])
+@pytest.mark.parametrize("kind", LEGACY)
+def test_logits_of_legacy_files(fixtures: Path, tmp_path: Path, kind: str, fuse: bool) -> None:
+    """`attn_kv_b` in one piece, every op and the whole. As F16 these are the numbers of the absorbed file."""
+    name, rank = LEGACY[kind]
+    file = legacy_file.write(path_of(fixtures, name), tmp_path / "legacy.gguf", kind, rank)
+    with Model(fixtures, name, fuse=fuse, file=file) as model, Engine.open(file, backend="cpu") as cpu:
+        check_ops(model.gguf, model.plan, model.ids[:37], 0, fuse=fuse)
+        expected = model.reference["logits"] if kind == "F16" else cpu.logits(model.ids)
+        whole = model.logits(model.ids)
+        assert relative_error(whole, expected) <= 1e-2
+        assert relative_error(model.logits(model.ids, sizes=[1] * 48), expected) <= 1e-2
+        assert relative_error(model.logits(model.ids, sizes=[7, 1, 20, 20]), whole) <= 1e-2
+        assert (model.logits(model.ids) == whole).all()
+        prompt = model.ids[: int(model.reference["prompt_len"])] if kind == "F16" else model.ids[:24]
+        answer = model.answer(prompt, 16, Sampling())
+        assert model.answer(prompt, 16, Sampling()) == answer
+        if kind == "F16":
+            assert [token.id for token in answer][:8] == model.reference["greedy"][:8].tolist()
+
+
+def test_legacy_files_compute_what_absorbed_ones_do(fixtures: Path, tmp_path: Path) -> None:
+    """The same numbers in another order, and the same cache: latent attention differs by roundings of float32."""
+    file = legacy_file.write(path_of(fixtures, "deepseek3"), tmp_path / "legacy.gguf")
+    with Model(fixtures, "deepseek3") as absorbed, Model(fixtures, "deepseek3", file=file) as legacy:
+        weights, states = Weights(legacy.gguf, legacy.plan, 2), States(legacy.plan.states)
+        states.reserve(48)
+        for step in (Step.text(legacy.ids[:37], 0, [36]), Step.text([7], 37, [0]), Step.text(range(8), 38, [7])):
+            errors = legacy_file.latent_errors(legacy.executor, absorbed.executor, Run(step, weights, states))
+            assert len(errors) == legacy.plan.n_layer
+            assert max(errors) <= 1e-5
+        weights.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "deepseek3"])
+def test_a_broken_file_of_experts_ends_in_an_error(fixtures: Path, tmp_path: Path, name: str) -> None:
+    """NaN before every router: no expert beyond the last is read, and the sampler says what became of the logits."""
+    raw = bytearray(path_of(fixtures, name).read_bytes())
+    for tensor, (_, _, at) in read_plainly(bytes(raw))[1].items():
+        if tensor.endswith("ffn_norm.weight"):
+            raw[at : at + 4] = np.float32(np.nan).tobytes()
+    (tmp_path / "broken.gguf").write_bytes(raw)
+    with Model(fixtures, name, file=tmp_path / "broken.gguf") as model:
+        for n in (1, 5, 40):
+            with pytest.raises(ReflexError, match="nan as the logit of token 0"):
+                model.answer(model.ids[:n], 1, Sampling())
 
 
 @pytest.mark.parametrize("name", [*DENSE, *OTHERS])
@@ -241,6 +302,8 @@ from reflex_ipc import archs
 from reflex_ipc.cuda.executor import CudaExecutor
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.plan import Step
+from reflex_ipc.reference.ops import Run, States
+from reflex_ipc.reference.weights import Weights
 from reflex_ipc.sampler import Sampler, Sampling
 gguf = GGUF.open(sys.argv[1])
 plan = archs.build(gguf)

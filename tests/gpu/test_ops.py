@@ -5,8 +5,10 @@ Outputs are poisoned with NaN and lie between guards.
 
 import numpy as np
 import pytest
+from legacy_file import PACKED
 
 from reflex_ipc import plan as ops
+from reflex_ipc.cuda import families
 from reflex_ipc.cuda.fuse import Group
 from reflex_ipc.cuda.lower import MAX_SPLITS, Lowering
 from reflex_ipc.cuda.places import PAGE, Places, Shape
@@ -42,7 +44,8 @@ class Bench(Lowering):
         p.cache = self.pages.data.ptr
         self.partial = cp.full(self.partial_bytes() // 4 + MAX_SPLITS, cp.nan, cp.float32)
         self.tickets = cp.zeros(self.ticket_bytes() // 4, cp.int32)
-        p.partial, p.tickets = self.partial.data.ptr, self.tickets.data.ptr
+        self.heads = cp.arange(families.most_heads(plan) + 1, dtype=cp.float32)
+        p.partial, p.tickets, p.heads = (x.data.ptr for x in (self.partial, self.tickets, self.heads))
         self.kept = []
         for op in op_list:
             if isinstance(op, ops.Rotate):
@@ -66,7 +69,8 @@ class Bench(Lowering):
         self.step[0] = past
         self.step[8 : 8 + n] = cp.arange(n)
         self.step[8 + 4096 : 8 + 4096 + n] = cp.asarray(range(past, past + n) if positions is None else positions)
-        scratch = cp.full(self.finished_bytes(n) // 4 + 64, cp.nan, cp.float32)
+        size = max(self.finished_bytes(n), families.scratch_bytes(self.plan, n))
+        scratch = cp.full(size // 4 + 64, cp.nan, cp.float32)
         self.places.scratch = scratch.data.ptr
         if mask is not None:
             mask = cp.asarray(mask)
@@ -314,6 +318,38 @@ def test_attention_with_its_norms_and_rotations(device, kernels, style, with_nor
         part = {name: x[-1:] for name, x in inputs.items()}
         (out,) = bench.run(group, Shape(1, 0, n_splits=n_splits), part, past=total - 1)
         assert error(out, expected[-1:]) <= 1e-3
+
+
+@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize(("past", "n"), [(0, 1), (0, 9), (61, 67)])
+@pytest.mark.parametrize("shape", [(16, 128, 64, 128, 512), (3, 72, 16, 40, 256)])
+def test_latent_attention_of_legacy_files(device, kernels, shape, past, n, kind):
+    """`attn_kv_b` in one piece, of DeepSeek-V2-Lite's shape and of one that fills no block."""
+    n_head, d_nope, d_rope, d_v, rank = shape
+    total, n_out = past + n, n_head * (d_nope + d_v)
+    ggml = next(t for t in TYPES.values() if t.name == kind)
+    raw = PACKED[kind](np.random.default_rng(4).standard_normal((n_out, rank)).astype(np.float32) * rank**-0.5)
+    q, latent = Value("q", n_head * (d_nope + d_rope)), Value("l", rank + d_rope)
+    scale = (d_nope + d_rope) ** -0.5
+    op = ops.LatentAttention("a", Value("a", n_head * d_v), q, latent, "s", ("w",), n_head, rank, scale)
+    weight = {"w": np.frombuffer(raw, np.uint8)}
+    tensor = {"w": Tensor("w", ggml, (rank, n_out), 0, 0, len(raw))}
+    bench = Bench(device, kernels, [op], weight, tensor, cache_tokens=total)
+    x, rows = random((total, q.width)), random((total, latent.width), 1)
+    matrix = cp.asarray(dequantise(raw, kind, n_out * rank)).astype(cp.float64).reshape(n_head, -1, rank)
+    heads, c = x.astype(cp.float64).reshape(total, n_head, -1), rows.astype(cp.float64)
+    absorbed = cp.einsum("thd,hdr->thr", heads[:, :, :d_nope], matrix[:, :d_nope])
+    scores = cp.einsum("thr,sr->hts", cp.concatenate([absorbed, heads[:, :, d_nope:]], axis=2), c) * scale
+    scores = cp.where(cp.tril(cp.ones((total, total), bool))[None], scores, -cp.inf)
+    weights = cp.exp(scores - scores.max(axis=2, keepdims=True))
+    weights /= weights.sum(axis=2, keepdims=True)
+    mixed = cp.einsum("hts,sr->thr", weights, c[:, :rank])
+    expected = cp.einsum("thr,hvr->thv", mixed, matrix[:, d_nope:]).reshape(total, -1)
+    for begin, end in ((0, past), (past, total)):
+        if end > begin:
+            part = {"q": x[begin:end], "l": rows[begin:end]}
+            (out,) = bench.run(alone(op), Shape(end - begin, 0), part, past=begin)
+            assert error(out, expected[begin:end]) <= 2e-3
 
 
 # Sampling

@@ -1,0 +1,151 @@
+"""What latent attention costs a layer of DeepSeek-V2-Lite, from absorbed matrices and from one `attn_kv_b`.
+
+    python bench/latent.py OUT                      OUT/latent.json, a short table last
+
+One launch of a graph runs all layers, each with weights and a cache of its own, as a step does; the time is a layer's.
+`keys` is what comes before the attention alone: absorbing the queries. The types are those of a Q4_K_M file. Whether it
+is right is for tests/gpu to say.
+"""
+
+import argparse
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+ROUNDS = 5
+N_HEAD, D_NOPE, D_ROPE, D_V, RANK = 16, 128, 64, 128, 512
+FORMS = {
+    "absorbed": {"k_b": ("Q5_0", (D_NOPE, RANK, N_HEAD)), "v_b": ("Q4_K", (RANK, D_V, N_HEAD))},
+    "legacy": {"kv_b": ("Q4_K", (RANK, N_HEAD * (D_NOPE + D_V)))},
+}
+BYTE = 0x22  # of weights: halves of it are small numbers
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Time latent attention.")
+    parser.add_argument("out", type=Path, metavar="OUT", help="directory of the result")
+    parser.add_argument("--counts", nargs="+", type=int, default=[1, 8, 64, 512], metavar="N", help="tokens of a step")
+    parser.add_argument("--layers", type=int, default=27)
+    parser.add_argument("--library", default="libcuda.so.1", help="the driver")
+    parser.add_argument("--kernels", help="directory of the kernels, where it is another")
+    return parser.parse_args()
+
+
+given = options()
+sys.path[:0] = [str(ROOT)]
+
+import measure  # noqa: E402
+
+from reflex_ipc.cuda import families, launch  # noqa: E402
+from reflex_ipc.cuda.device import Device, start_driver  # noqa: E402
+from reflex_ipc.cuda.launch import Kernels, Launch  # noqa: E402
+from reflex_ipc.cuda.lower import Lowering  # noqa: E402
+from reflex_ipc.cuda.places import Places, Shape  # noqa: E402
+from reflex_ipc.gguf import TYPES, Tensor  # noqa: E402
+from reflex_ipc.plan import LatentAttention, Plan, Value  # noqa: E402
+
+
+class Layers(Lowering):
+    """Latent attention of one form, with room for `n_most` tokens; all layers have the same inputs."""
+
+    def __init__(self, device: Device, kernels: Kernels, form: str, n_most: int) -> None:
+        self.device = device
+        self.address: dict[str, int] = {}
+        self.memory: list[Any] = []
+        out, q, latent = (
+            Value(*pair)
+            for pair in (("out", N_HEAD * D_V), ("q", N_HEAD * (D_NOPE + D_ROPE)), ("latent", RANK + D_ROPE))
+        )
+        types = {kind.name: kind for kind in TYPES.values()}
+        tensors: dict[str, Tensor] = {}
+        layers = []
+        for i in range(given.layers):
+            for name, (kind, ne) in FORMS[form].items():
+                n = -(-ne[0] // types[kind].block) * types[kind].size
+                for length in ne[1:]:
+                    n *= length
+                tensors[f"{i}.{name}"] = Tensor(f"{i}.{name}", types[kind], ne, 0, 0, n)
+            names = tuple(f"{i}.{name}" for name in FORMS[form])
+            scale = (D_NOPE + D_ROPE) ** -0.5
+            layers.append(LatentAttention("out", out, q, latent, f"{i}.state", names, N_HEAD, RANK, scale))
+        plan = Plan("bench", tuple(layers), (), tensors, out, 1, 1, 1, 1, ())
+        super().__init__(device, kernels, device.stream(), plan, [], None, Places(), lambda name: self.address[name])
+        self.is_dependent = self.can_depend
+        for value in (out, q, latent):
+            self.take(value.name, 4 * value.width * n_most, BYTE)
+        for name, tensor in tensors.items():
+            self.take(name, tensor.nbytes + 16, BYTE)
+        p = self.places
+        p.control = self.take("control", 64, 0)
+        p.scratch = self.take("scratch", families.scratch_bytes(plan, n_most), 0)
+        p.cache = self.take("cache", self.layout.page_bytes * self.layout.pages(n_most), 0)
+        p.heads = self.take("heads", 4 * N_HEAD, 0)
+        self.stream.to_device(p.heads, struct.pack(f"<{N_HEAD}f", *range(N_HEAD)))
+
+    def take(self, name: str, size: int, byte: int) -> int:
+        memory = self.device.allocate(size, name)
+        self.memory.append(memory)
+        self.stream.fill(memory.address, byte, size)
+        self.address[name] = memory.address
+        return int(memory.address)
+
+    def close(self) -> None:
+        for memory in self.memory:
+            memory.close()
+
+    def at(self, value: Value) -> int:
+        return self.address[value.name]
+
+    def launches_as(self, what: str, n: int) -> "Iterator[Launch]":
+        for op in self.plan.ops:
+            for each in families.latent_attention(self, op, Shape(n, 0)):
+                if what == "keys" and each.function.name == "attention_latent":
+                    break
+                yield each
+
+    def microseconds(self, what: str, n: int) -> float:
+        """Of a layer."""
+        launches = list(self.launches_as(what, n))
+        with self.stream.capture() as capture:
+            for each in launches:
+                each()
+        graph = capture.graph.instantiate()
+        capture.graph.close()
+        times = []
+        for _ in range(ROUNDS + 2):
+            before, after = (self.device.event(timing=True) for _ in range(2))
+            before.record(self.stream)
+            graph.launch(self.stream)
+            after.record(self.stream)
+            after.synchronize()
+            times.append(after.milliseconds_since(before))
+            before.close()
+            after.close()
+        graph.close()
+        return 1e3 * median(times[2:]) / given.layers
+
+
+def main() -> int:
+    device = start_driver(0, given.library).wait()
+    kernels = Kernels(device, given.kernels or launch.LIB)
+    rows: list[dict[str, Any]] = []
+    for form in FORMS:
+        layers = Layers(device, kernels, form, max(given.counts))
+        for n in given.counts:
+            rows += [{"form": form, "n": n, "what": w, "us": layers.microseconds(w, n)} for w in ("keys", "whole")]
+        layers.close()
+    given.out.mkdir(parents=True, exist_ok=True)
+    measure.save(given.out / "latent.json", measure.document("latent", {"rows": rows}))
+    print(f"{'µs a layer':<12}" + "".join(f"{form + ' ' + w:>16}" for form in FORMS for w in ("keys", "whole")))
+    for n in given.counts:
+        print(f"{n:<12}" + "".join(f"{row['us']:16.1f}" for row in rows if row["n"] == n))
+    device.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

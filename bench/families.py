@@ -46,7 +46,7 @@ def measure_shape(session: device.Session, folder: Path, name: str, ready: Seque
     found = coldstart.cells(ready, str(path), [5])
     out = f"coldstart-{name}"
     session.part(f"starts, {name}", session.starts, out, found, "back-to-back", "warm", N, session.left() / 2)
-    session.part(f"warm, {name}", session.warm, name, path)
+    session.part(f"warm, {name}", session.tool, "warm", name, path, *device.TOOLS["warm"])
     return row | starts(session.out / f"{out}.json") | warm(session.out / f"warm-{name}.json")
 
 

@@ -22,6 +22,7 @@ struct Delta {
     const float *alpha, *beta;    // (T, n_head_v)
     const float *dt, *decay;      // (n_head_v)
     float *branches;              // (T, n_head_v, d_k, d_v): the state behind every token of a tree
+    void *chunks;                 // room of delta_chunks.cuh
     int n_head_k, n_head_v, d_k, d_v, tiled;
     int key_stride, value_stride;  // between rows of q and k, and of v
     float scale;

@@ -1,6 +1,6 @@
 // Delta-net layers: a short convolution, the gated delta rule, norm and gate. A token of decoding takes one kernel for
-// all of it, other steps take three: conv_heads, delta_rule or delta_tree, norm_gate. `conv` is the convolution alone.
-#include "delta.cuh"
+// all of it, other steps take three: conv_heads, the delta rule, norm_gate. `conv` is the convolution alone.
+#include "delta_chunks.cuh"
 
 // out (T, width): grid (channels, T), a thread a channel.
 extern "C" __global__ void conv(const __grid_constant__ Step s, float *out, const float *x, const float *taps, int width,
@@ -70,6 +70,19 @@ constexpr int AT_ONCE = 4;
 DELTA(32)
 DELTA(64)
 DELTA(128)
+
+// The rule of many tokens is these two, one after the other.
+extern "C" __global__ void __launch_bounds__(4 * WARP) delta_prepare(const __grid_constant__ Delta a) {
+    delta_prepare_chunk(a);
+}
+extern "C" __global__ void __launch_bounds__(4 * WARP, 4) delta_chunks_16(const __grid_constant__ Delta a) {
+    extern __shared__ int4 memory[];
+    delta_chunks<16>(a, *(ChunkMemory<16> *)memory);
+}
+extern "C" __global__ void __launch_bounds__(8 * WARP, 2) delta_chunks_32(const __grid_constant__ Delta a) {
+    extern __shared__ int4 memory[];
+    delta_chunks<32>(a, *(ChunkMemory<32> *)memory);
+}
 
 struct DeltaToken {
     Step conv, rule;

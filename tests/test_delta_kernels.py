@@ -15,7 +15,7 @@ from emulator.build import library
 
 from reflex_ipc import archs
 from reflex_ipc import plan as ops
-from reflex_ipc.cuda import launch
+from reflex_ipc.cuda import families, launch
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.fuse import Group, alone, fused
 from reflex_ipc.cuda.launch import Kernels
@@ -58,7 +58,8 @@ class Bench(Lowering):
         control = np.array([0, kept, 0, self.parity], np.int32)
         tree = np.array(parents or [], np.int32)
         matrices = self.arrays["matrices"]
-        room = [np.full((n, matrices.size), np.nan, np.float32), np.full((n, 4 * matrices.size), np.nan, np.float32)]
+        scratch = families.scratch_bytes(self.plan, n) // 4
+        room = [np.full(size, np.nan, np.float32) for size in (n * matrices.size, scratch + 64)]
         p = self.places
         p.control, p.parents = control.ctypes.data, tree.ctypes.data
         p.branches, p.scratch = (a.ctypes.data for a in room)
@@ -69,6 +70,7 @@ class Bench(Lowering):
                 self.arrays[value.name] = np.full((n, value.width), np.nan, np.float32)
             for each in self.launches_of(group, shape):
                 each()
+        assert np.isnan(room[1][scratch:]).all(), "what lies behind the scratch"
         self.parity ^= kept > 0
         return self.arrays["gate"]
 
@@ -94,9 +96,10 @@ def bench(emulated):
     opening.close()
 
 
-def close(actual: np.ndarray, wanted: np.ndarray, bound: float = BOUND) -> None:
+def close(actual: np.ndarray, wanted: np.ndarray, bound: float = BOUND, least: float = 0) -> None:
+    """`least`: an error so small is none."""
     assert actual.shape == wanted.shape
-    assert float(np.linalg.norm(actual - wanted)) <= bound * float(np.linalg.norm(wanted))
+    assert float(np.linalg.norm(actual - wanted)) <= max(bound * float(np.linalg.norm(wanted)), least)
 
 
 NETS = [
@@ -136,6 +139,59 @@ def test_long_texts_in_pieces(bench, net: Net, hard: bool) -> None:
         close(np.concatenate([b.part(i, j, data) for i, j in pairwise(cuts)]), out)
         close(b.states["tail"][b.parity], tail, 0)
         close(b.states["matrices"][b.parity], matrices)
+
+
+def by_chunks(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """All texts, with so many columns a block."""
+    monkeypatch.setattr(families, "LEAST_CHUNKED", 1)
+    monkeypatch.setattr(families, "chunk_columns", lambda low, op: columns)
+
+
+@pytest.mark.parametrize("columns", [16, 32])
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("net", [Net(1, 1, 128), Net(1, 2, 36)], ids=str)
+def test_chunks_of_every_length(bench, monkeypatch, net: Net, hard: bool, columns: int) -> None:
+    by_chunks(monkeypatch, columns)
+    for n in range(1 + columns // 32, 66, 2):
+        data = Data(net, n, hard=hard)
+        b = bench(net, data)
+        out, _, matrices = expected(net, data, list(range(-1, n - 1)), n)
+        close(b.run(n), out)
+        close(b.states["matrices"][1], matrices, least=1e-36)  # float32 ends there
+
+
+@pytest.mark.parametrize("columns", [16, 32])
+@pytest.mark.parametrize("net", NETS, ids=str)
+def test_chunks_after_chunks(bench, monkeypatch, net: Net, columns: int) -> None:
+    by_chunks(monkeypatch, columns)
+    n = 43
+    data = Data(net, n)
+    out, _, matrices = expected(net, data, list(range(-1, n - 1)), n)
+    b = bench(net, data)
+    close(np.concatenate([b.part(i, j, data) for i, j in pairwise([0, 17, 18, 34, n])]), out)
+    close(b.states["matrices"][b.parity], matrices)
+
+
+@pytest.mark.parametrize("what", ["alike", "kept", "large", "small", "gone"])
+def test_chunks_of_tokens_that_strain_them(bench, monkeypatch, what: str) -> None:
+    """Keys all alike, with nothing forgotten or everything written, too; values and states far from 1, gates near 0."""
+    by_chunks(monkeypatch, 32)
+    net, n = Net(1, 2, 128), 50
+    data = Data(net, n)
+    data.x[:, : 2 * net.d] = data.x[0, : 2 * net.d]
+    if what == "kept":
+        data.alpha[:], data.beta[:] = -40, 30
+    if what == "large":
+        data.x[:, 2 * net.d :] *= 1e6
+    if what == "small":
+        data.matrices *= np.float32(1e-10)
+    if what == "gone":
+        data.alpha[:], data.decay[:] = 1, -4
+        data.beta[-20:] = -25
+    out, _, matrices = expected(net, data, list(range(-1, n - 1)), n)
+    b = bench(net, data)
+    close(b.run(n), out)
+    close(b.states["matrices"][1], matrices)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 3])
@@ -209,17 +265,15 @@ def test_the_benchmark_runs(emulated, tmp_path: Path) -> None:
         "--shapes",
         "0.8B",
         "--counts",
-        "1",
         "3",
         "--checked",
-        "1",
         "18",
     ]
-    command += ["--layers", "2", "--library", emulated[0], "--kernels", emulated[1]]
+    command += ["--layers", "2", "--rounds", "1", "--library", emulated[0], "--kernels", emulated[1]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "delta.json").read_text())["rows"]
     assert [(row["n"], row["how"]) for row in rows if "us" in row] == [
-        (n, how) for n in (1, 3) for how in ("whole", "apart", "rule")
+        (3, how) for how in ("whole", "apart", "rule", "steps", "chunks16", "chunks32")
     ]
     assert max(row["error_state"] for row in rows if "error_state" in row) <= BOUND

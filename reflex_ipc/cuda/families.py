@@ -22,13 +22,18 @@ if TYPE_CHECKING:
     from reflex_ipc.plan import Plan
 
 LARGEST_KEY = 128  # of the delta rule: kernels/delta.cuh
+CHUNK, CHUNK_KEYS, CHUNK_GATES = 16, 16384, 2192  # tokens, bytes of ChunkKeys and ChunkGates: kernels/delta_chunks.cuh
+CHUNK_SHARED = {16: 49952, 32: 60192}  # columns of a block -> bytes of ChunkMemory
+LEAST_CHUNKED = 16
+"""Tokens from which on the delta rule of a text goes by chunks."""
+
 LARGEST_RANK = 1024  # of latent attention: kernels/latent.cu
 _TILE = 8  # tokens of a block of `absorb`
 _COLUMNS = 64
 
 _ROUTE = Struct("<3Q7if")
 _STEP = Struct("<4Q2i")
-_DELTA = Struct("<9Q7if")
+_DELTA = Struct("<10Q7if")
 _DELTA_TOKEN = Struct("<9Q5i3f")
 _LATENT = Struct("<5QQqiiiI4ifI")
 _ABSORB = Struct("<3Q6i")
@@ -72,7 +77,7 @@ def scratch_bytes(plan: "Plan", n_tokens: int) -> int:
                 size = linear.expert_scratch_bytes(n_tokens, tensor.ne[0], tensor.type.name, heads, per_expert=True)
                 need = max(need, between + size)
         elif isinstance(op, ops.DeltaRule):
-            need = max(need, 4 * n_tokens * 2 * (op.q.width + op.v.width))
+            need = max(need, 4 * n_tokens * 2 * (op.q.width + op.v.width) + _chunk_bytes(op, n_tokens))
     return need
 
 
@@ -170,7 +175,7 @@ def l2_norm(low: "Lowering", op: ops.L2Norm, shape: "Shape") -> "Iterator[Launch
 
 def delta_rule(low: "Lowering", op: ops.DeltaRule, shape: "Shape") -> "Iterator[Launch]":
     q, k, v = (low.at(value) for value in (op.q, op.k, op.v))
-    yield _delta_rule(low, op, shape, low.at(op.out), (q, k, v), (op.q.width, op.v.width))
+    yield from _delta_rule(low, op, shape, low.at(op.out), (q, k, v), (op.q.width, op.v.width), low.places.scratch)
 
 
 def _head_widths(op: ops.DeltaRule) -> tuple[int, int]:
@@ -178,9 +183,26 @@ def _head_widths(op: ops.DeltaRule) -> tuple[int, int]:
     return op.q.width // op.n_head_k, op.v.width // op.n_head_v
 
 
+def _chunk_bytes(op: ops.DeltaRule, n_tokens: int) -> int:
+    """What the delta rule of a text needs of scratch."""
+    return -(-n_tokens // CHUNK) * (op.n_head_k * CHUNK_KEYS + op.n_head_v * CHUNK_GATES)
+
+
+def chunk_columns(low: "Lowering", op: ops.DeltaRule) -> int:
+    """Of a block: fewer where a device has a multiprocessor for each of these blocks."""
+    _, d_v = _head_widths(op)
+    return 16 if op.n_head_v * -(-d_v // 16) <= low.multiprocessors else 32
+
+
 def _delta_rule(
-    low: "Lowering", op: ops.DeltaRule, shape: "Shape", out: int, qkv: tuple[int, int, int], strides: tuple[int, int]
-) -> "Launch":
+    low: "Lowering",
+    op: ops.DeltaRule,
+    shape: "Shape",
+    out: int,
+    qkv: tuple[int, int, int],
+    strides: tuple[int, int],
+    scratch: int,
+) -> "Iterator[Launch]":
     d_k, d_v = _head_widths(op)
     arguments = _step(low, op.state, shape) + _DELTA.pack(
         out,
@@ -190,6 +212,7 @@ def _delta_rule(
         low.weight(op.dt),
         low.weight(op.decay),
         low.places.branches,
+        scratch,
         op.n_head_k,
         op.n_head_v,
         d_k,
@@ -198,14 +221,21 @@ def _delta_rule(
         *strides,
         d_k**-0.5,
     )
+    if shape.n_tokens >= LEAST_CHUNKED and not shape.is_tree:
+        chunks = -(-shape.n_tokens // CHUNK)
+        yield low.launch("delta_prepare", (chunks, op.n_head_v, 1), 128, [arguments])
+        columns = chunk_columns(low, op)
+        grid = (op.n_head_v, -(-d_v // columns), 1)
+        yield low.launch(f"delta_chunks_{columns}", grid, 8 * columns, [arguments], CHUNK_SHARED[columns])
+        return
     compiled = next(n for n in (32, 64, 128) if n >= d_k)
     kernel = f"delta_{'tree' if shape.is_tree else 'rule'}_{compiled}"
     columns = 2048 // compiled  # of a block
-    return low.launch(kernel, (op.n_head_v, -(-d_v // columns), 1), 128, [arguments])
+    yield low.launch(kernel, (op.n_head_v, -(-d_v // columns), 1), 128, [arguments])
 
 
 def delta_group(low: "Lowering", group: "Group", shape: "Shape") -> "Iterator[Launch]":
-    """The whole of a delta net between its products: one launch for a token, three for more."""
+    """The whole of a delta net between its products: one launch for a token, three or four for more."""
     conv, _, _, l2, _, _, rule, norm, gate = group.parts
     d, _ = _head_widths(rule)
     taps, kernel = low.weight(conv.weight), low.plan.weights[conv.weight].ne[0]
@@ -239,7 +269,8 @@ def delta_group(low: "Lowering", group: "Group", shape: "Shape") -> "Iterator[La
     arguments = [step, qkv, low.at(conv.x), taps, width, kernel, d, heads, l2.eps]
     yield low.launch("conv_heads", (-(-n // 8), heads + rule.n_head_v, 1), 256, arguments)
     q, k, v = (qkv + 4 * start for start in (0, n_key, 2 * n_key))
-    yield _delta_rule(low, rule, shape, mixed, (q, k, v), (width, width))
+    chunks = mixed + 4 * n * rule.v.width
+    yield from _delta_rule(low, rule, shape, mixed, (q, k, v), (width, width), chunks)
     rows = n * rule.n_head_v
     arguments = [low.at(gate.out), mixed, low.at(gate.gate), low.weight(norm.weight), rows, d, norm.eps]
     yield low.launch("norm_gate", (-(-rows // 8), 1, 1), 256, arguments)

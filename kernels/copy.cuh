@@ -43,7 +43,7 @@ __device__ __forceinline__ void publish_copies() {
 struct Ring {
   uint32_t data;                      // shared address of the warp's stages, a multiple of 16
   uint32_t barriers;                  // and of their barriers, 8 bytes each
-  uint32_t stages, stage_bytes;       // at most 4; one is enough where copies do not run in the background
+  uint32_t stages, stage_bytes;       // at most 2; one is enough where copies do not run in the background
   uint32_t next, oldest;              // stages: the one to fill, the one to empty
   uint32_t next_phase, oldest_phase;  // 0 and 1 in turns, a turn a round
 
@@ -109,11 +109,7 @@ struct Ring {
         "r"(oldest_phase)
         : "memory");
 #else
-    if (stages == 4) {
-      wait_copies<3>();
-    } else if (stages == 3) {
-      wait_copies<2>();
-    } else if (stages == 2) {
+    if (stages == 2) {
       wait_copies<1>();
     } else {
       wait_copies<0>();

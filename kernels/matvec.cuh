@@ -21,7 +21,6 @@ struct MatvecArgs {
   const float* x;             // (rows of x, x_stride)
   const float* norm;          // (n_row) RMSNorm weight, or null: x as it is
   const float* expert_ids;    // (tokens, expert_stride), the first n_used of each are ids; or null
-  const uint8_t* ahead[2];    // what a later launch reads first, multiples of 16; or null
   int n_row;                  // elements of a row of W and of x
   int k_begin, n_in;          // the columns of this launch: [k_begin, k_begin + n_in)
   int x_stride;               // from a token's x to the next one's
@@ -34,13 +33,12 @@ struct MatvecArgs {
   int second;               // bit i: matrix i has the kernel's second format
   int x_bytes;              // of shared memory
   int stages, stage_bytes;  // of a warp's ring
-  int ahead_bytes;          // at each of `ahead`, a multiple of 16
   Matrix matrix[max_matrices];
 };
 
 constexpr int matvec_partials = 2 * 128;  // floats of shared memory for sums on their way from lane to lane
-constexpr int matvec_stages = 4;          // at most
-constexpr int matvec_barriers = 256;      // bytes of shared memory for the barriers of eight rings
+constexpr int matvec_stages = 2;          // at most
+constexpr int matvec_barriers = 128;      // bytes of shared memory for the barriers of eight rings
 
 // --- tiles ---------------------------------------------------------------------------------------------------------
 
@@ -212,17 +210,6 @@ __device__ __forceinline__ void multiply(const Tiles<Format>& tiles, Reader<Form
   }
 }
 
-// Asks the second-level cache for this warp's share of `bytes`.
-__device__ __forceinline__ void fetch_ahead(const uint8_t* from, uint32_t bytes) {
-#if __CUDA_ARCH__ >= 900
-  const uint32_t warps = gridDim.x * (matvec_threads / 32), warp = blockIdx.x * (matvec_threads / 32) + threadIdx.x / 32;
-  const uint32_t share = (bytes / warps + 16) & ~15u, at = share * warp;
-  if (from && at < bytes && threadIdx.x % 32 == 0) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + at), "r"(min(share, bytes - at)) : "memory");
-  }
-#endif
-}
-
 template <class Format>
 struct As {
   using type = Format;
@@ -252,8 +239,6 @@ __device__ __forceinline__ void matvec(const MatvecArgs& args) {
   auto prepare_x = [&] {  // once, while the first weights are on their way
     if (!is_first) return;
     is_first = false;
-    fetch_ahead(args.ahead[0], args.ahead_bytes);
-    fetch_ahead(args.ahead[1], args.ahead_bytes);
     const float* row = args.x + (size_t)token * args.x_stride + (size_t)slot * args.x_expert_stride;
     x.fill(row, args.norm, args.n_row, args.k_begin, args.n_in, args.eps, partial);
     __syncthreads();

@@ -97,7 +97,7 @@ _TILE = 128  # of gemm_half, both ways
 _STAGE = 32 << 10  # bytes of shared memory of a stage of gemm_half
 _FLOAT_TILE = 64  # of gemm_float
 _WIDENED = 128 << 20  # bytes of half-precision weights in scratch at a time
-_PARTIALS = 1280  # bytes of shared memory that matvec needs beside x and its rings
+_PARTIALS = 1152  # bytes of shared memory that matvec needs beside x and its rings
 _EDGE = 1024  # bytes that gemm_half needs beside its stages where it multiplies from shared memory
 _STAGES = 2  # of a ring of matvec at most
 _PER_MULTIPROCESSOR = 2  # blocks of matvec at a time
@@ -106,7 +106,7 @@ _GROUPED_WARPS = 4
 _DENSE = ("F32", "Q1_0", "Q2_0", "TQ1_0", "TQ2_0")  # types whose experts are not grouped: no model has any
 
 _MATRIX = Struct("<5Q2i")
-_MATVEC = Struct("<5Q7if8i")
+_MATVEC = Struct("<3Q7if7i4x")
 _MATMUL = Struct("<2Q6i")
 _ROWS = Struct("<4Q6ifi")
 _WIDEN = Struct("<3Q6i")
@@ -160,15 +160,6 @@ class Experts(NamedTuple):
     n_expert: int
 
 
-class Ahead(NamedTuple):
-    """What a later launch reads first: `size` bytes, a multiple of 16, at each of two addresses, or at one and 0. A
-    product of one row asks the second-level cache for them while it waits for its x."""
-
-    first: int
-    second: int
-    size: int
-
-
 class Call(NamedTuple):
     """One launch: what `Function.prepare` takes, but for the stream."""
 
@@ -208,7 +199,6 @@ def linear(
     scratch: int = 0,
     *,
     swiglu: bool = False,
-    ahead: Ahead | None = None,
     exact: bool = False,
 ) -> list[Call]:
     """The launches of out = W x (+ bias) (+ residual) for every matrix, to be queued in this order.
@@ -226,7 +216,7 @@ def linear(
     calls: list[Call] = []
     if x.n == 1:
         for group in _groups(matrices):
-            calls += _matvec(limits, x, group, swiglu, ahead=ahead)
+            calls += _matvec(limits, x, group, swiglu)
         return calls
     floats = [m for m in matrices if m.type == "F32"]
     others = [m for m in matrices if m.type != "F32"]
@@ -290,7 +280,6 @@ def _matvec(
     swiglu: bool,
     experts: Experts | None = None,
     expert_stride: int = 0,
-    ahead: Ahead | None = None,
 ) -> list[Call]:
     kinds = sorted({m.type for m in matrices})
     kinds = list((_pair(kinds) if len(kinds) > 1 else None) or kinds)
@@ -322,8 +311,6 @@ def _matvec(
             x.address,
             x.norm,
             experts.ids if experts else 0,
-            ahead.first if ahead else 0,
-            ahead.second if ahead else 0,
             x.width,
             begin,
             n_in,
@@ -339,7 +326,6 @@ def _matvec(
             x_bytes,
             stages,
             max(FORMATS[kind].stage(min(32, 1 << log2)) for kind in kinds),
-            ahead.size if ahead else 0,
         )
         if begin:  # on top of the columns before
             matrices = [m._replace(bias=0, residual=m.out) for m in matrices]

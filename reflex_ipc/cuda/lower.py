@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 LARGEST_HEAD = 256
 MIN_SHARE = 32  # positions that make a block of decoding's attention worth its start
 MAX_SPLITS = 64
-AHEAD = 12 << 20
-"""Bytes of weights that go into the second-level cache during decoding's attention, which leaves memory idle."""
 
 _CACHE = Struct("<QqiiiI")
 _HEADS = Struct("<7Q" + _CACHE.format[1:] + "7if")
@@ -103,11 +101,6 @@ class Lowering:
         self.multiprocessors = device.attribute(device.MULTIPROCESSORS)
         self.limits = linear.Limits(self.multiprocessors, device.attribute(device.SHARED_PER_BLOCK))
         self.is_dependent = self.is_passing = False
-        self._next = {  # by the name of a product of attention's output, what comes after it
-            product.name: after
-            for attention, product, after in zip(groups, groups[1:], groups[2:], strict=False)
-            if isinstance(attention.parts[-1], ops.Attention)
-        }
         self._last: dict[str, Launch] = {}
         self.can_depend = device.capability >= (9, 0) and not kernels.is_ptx
 
@@ -271,18 +264,7 @@ class Lowering:
     def _linear_add(self, group: "Group", shape: Shape) -> "Iterator[Launch]":
         product, addition = group.parts
         other = addition.b if addition.a == product.out else addition.a
-        ahead = self._ahead(group) if self.is_dependent else None
-        return self._products([product], product.x, shape, out=addition.out, residual=other, ahead=ahead)
-
-    def _ahead(self, group: "Group") -> linear.Ahead | None:
-        """What the products behind this one, if it is of attention's output, read first."""
-        after = self._next.get(group.name)
-        names = [op.weight for op in after.parts if isinstance(op, ops.Linear)][:2] if after else []
-        if not names:
-            return None
-        size = min(AHEAD // len(names), *(self.plan.weights[name].nbytes for name in names)) // 16 * 16
-        first, second = (*map(self.weight, names), 0)[:2]
-        return linear.Ahead(first, second, size)
+        return self._products([product], product.x, shape, out=addition.out, residual=other)
 
     def _products(
         self,
@@ -294,7 +276,6 @@ class Lowering:
         out: "Value | None" = None,
         residual: "Value | None" = None,
         swiglu: bool = False,
-        ahead: linear.Ahead | None = None,
     ) -> "Iterator[Launch]":
         m = self.rows(x, shape)
         if not m:
@@ -315,9 +296,7 @@ class Lowering:
             self.at(x), m, x.width, x.width, self.weight(norm.weight) if norm else 0, norm.eps if norm else 0.0
         )
         exact = self._is_exact(products)
-        for call in linear.linear(
-            self.limits, entry, matrices, self.places.scratch, swiglu=swiglu, ahead=ahead, exact=exact
-        ):
+        for call in linear.linear(self.limits, entry, matrices, self.places.scratch, swiglu=swiglu, exact=exact):
             yield self.launch(call.kernel, call.grid, call.block[0], call.arguments, call.shared)
 
     # Rotation and attention

@@ -28,7 +28,6 @@ def naive_linear(
     exact: bool = False,
     experts: linear.Experts | None = None,
     per_expert: bool = False,
-    ahead: linear.Ahead | None = None,
 ) -> list[linear.Call]:
     """In place of `linear.linear`: one launch of one thread."""
     ids, stride, n_used, size, _ = experts or (0, 0, 1, 0, 1)

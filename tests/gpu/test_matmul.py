@@ -173,13 +173,15 @@ def test_every_type_and_number_of_rows(gpu, name, m):
 @pytest.mark.parametrize("name", linear.FORMATS)
 def test_exact_products_of_several_rows(gpu, name, m):
     """As little is lost as of one row: what feeds a router must not tip it."""
+    # Two planes of halves lose less than 2e-6, as the emulated kernels show, whose sums are rounded. Tensor cores cut
+    # sums off instead: up to 7.3e-6 on an H200. One plane, which is what must be noticed, loses 5e-4.
     n_out, n_in = 150, 768
     rng = np.random.default_rng([m, *name.encode()])
     data = random_weight(name, n_out, n_in, rng)
     _keep, weight = on_device(data)
     x, out = activations(m, n_in, rng), Out(m, n_out, n_out + 3)
     multiply(gpu, x, [Matrix(name, weight, n_out, out.address, out.stride)], exact=True)
-    limit = bound(name, 1) if m <= linear.REPEATED else 2e-6
+    limit = bound(name, 1) if m <= linear.REPEATED else 1e-5
     assert error(out.rows(), *products(x, values(name, data, n_out, n_in))) < limit
 
 

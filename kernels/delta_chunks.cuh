@@ -14,7 +14,9 @@
 #pragma once
 
 #include "delta.cuh"
-#include "fragments.cuh"
+#include "mma.cuh"
+
+using reflex::load_matrices, reflex::load_matrices_transposed, reflex::mma, reflex::pack_halves;
 
 constexpr int CHUNK = 16, SLICES = 4;
 constexpr float UNIT = 256.0f;
@@ -48,9 +50,9 @@ struct Prepared {
 
 // A pair of numbers as high and low halves.
 __device__ __forceinline__ void split(float x, float y, unsigned &high, unsigned &low) {
-    high = pack(x, y);
+    high = pack_halves(x, y);
     float2 rounded = __half22float2(*(const half2 *)&high);
-    low = pack(x - rounded.x, y - rounded.y);
+    low = pack_halves(x - rounded.x, y - rounded.y);
 }
 
 struct Operand {  // a, in halves
@@ -69,9 +71,9 @@ struct Operand {  // a, in halves
 // c += a b; the small products first.
 __device__ __forceinline__ void multiply_add(float (&c)[4], const Operand &a, unsigned high0, unsigned high1, unsigned low0,
                                              unsigned low1) {
-    multiply_add(c, a.low, high0, high1);
-    multiply_add(c, a.high, low0, low1);
-    multiply_add(c, a.high, high0, high1);
+    mma(c, a.low, high0, high1);
+    mma(c, a.high, low0, low1);
+    mma(c, a.high, high0, high1);
 }
 __device__ __forceinline__ void multiply_add(float (&c)[4], const Operand &a, int4 b) {
     multiply_add(c, a, (unsigned)b.x, (unsigned)b.y, (unsigned)b.z, (unsigned)b.w);

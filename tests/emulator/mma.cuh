@@ -48,18 +48,24 @@ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
     __syncwarp();
 }
 
-inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
+// Of each of four matrices the two halves that are this lane's.
+template <bool transposed>
+void load_eights(uint32_t (&r)[4], uint32_t address) {
     auto *slots = (unsigned char(*)[32])warp_slots();
     int lane = threadIdx.x % 32;
     memcpy(slots[lane], &address, 4);
     __syncwarp();
-    for (int m = 0; m < 4; m++) {
-        uint32_t row;
-        memcpy(&row, slots[8 * m + lane / 4], 4);
-        memcpy(&r[m], emulated_shared + row + lane % 4 * 4, 4);
-    }
+    for (int m = 0; m < 4; m++)
+        for (int i = 0; i < 2; i++) {
+            int row = transposed ? lane % 4 * 2 + i : lane / 4, column = transposed ? lane / 4 : lane % 4 * 2 + i;
+            uint32_t begin;
+            memcpy(&begin, slots[8 * m + row], 4);
+            memcpy((half *)&r[m] + i, emulated_shared + begin + 2 * column, 2);
+        }
     __syncwarp();
 }
+inline void load_matrices(uint32_t (&r)[4], uint32_t address) { load_eights<false>(r, address); }
+inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) { load_eights<true>(r, address); }
 
 inline uint4 load_now(const uint4 *p) { return *p; }
 

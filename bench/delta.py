@@ -53,7 +53,7 @@ from reflex_ipc.cuda.fuse import Group  # noqa: E402
 from reflex_ipc.cuda.launch import Kernels, Launch  # noqa: E402
 from reflex_ipc.cuda.lower import _GROUPS, Lowering  # noqa: E402
 from reflex_ipc.cuda.places import Places, Shape  # noqa: E402
-from reflex_ipc.plan import DeltaRule, Value  # noqa: E402
+from reflex_ipc.ops import DeltaRule, Value  # noqa: E402
 
 
 @contextmanager

@@ -37,7 +37,8 @@ from reflex_ipc.cuda.upload import Upload
 from reflex_ipc.environment import usable_cpus
 from reflex_ipc.errors import ReflexError
 from reflex_ipc.gguf import GGUF
-from reflex_ipc.plan import ExpertLinear, Plan
+from reflex_ipc.ops import ExpertLinear
+from reflex_ipc.plan import Plan
 
 THREADS = 12  # readers, as many as the upload has
 

@@ -21,6 +21,7 @@ VOUCHED = (
     "kernels/",
     "reflex_ipc/cuda/",
     "reflex_ipc/archs/",
+    "reflex_ipc/ops.py",
     "reflex_ipc/plan.py",
     "reflex_ipc/engine.py",
     "reflex_ipc/sampler.py",

@@ -8,7 +8,7 @@ last that is looked at.
 import sys
 from argparse import Namespace
 
-from reflex_ipc import plan as ops
+from reflex_ipc import ops
 from reflex_ipc.environment import model_path
 from reflex_ipc.errors import CheckFailedError
 from reflex_ipc.plan import Step

@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reflex_ipc import plan as ops
+from reflex_ipc import ops
 from reflex_ipc.cuda.fuse import Group
 from reflex_ipc.gguf import TYPES, Tensor
-from reflex_ipc.plan import PARENT_NONE, Plan, Value
+from reflex_ipc.ops import Value
+from reflex_ipc.plan import PARENT_NONE, Plan
 
 L2_EPS, NORM_EPS, KERNEL = 1e-6, 1e-5, 4
 

@@ -13,8 +13,7 @@ import pytest
 from delta_reference import Data, Net, expected
 from emulator.build import library
 
-from reflex_ipc import archs
-from reflex_ipc import plan as ops
+from reflex_ipc import archs, ops
 from reflex_ipc.cuda import families, launch
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.fuse import Group, alone, fused
@@ -23,7 +22,8 @@ from reflex_ipc.cuda.lower import Lowering, check
 from reflex_ipc.cuda.places import Places, Shape
 from reflex_ipc.errors import UnsupportedModelError
 from reflex_ipc.gguf import GGUF
-from reflex_ipc.plan import PARENT_NONE, Plan, Value
+from reflex_ipc.ops import Value
+from reflex_ipc.plan import PARENT_NONE, Plan
 
 KERNELS = Path(launch.LIB) / "sm_90a" / "kernels.txt"
 pytestmark = pytest.mark.skipif(not KERNELS.exists(), reason="the kernels are not built: kernels/build.py all")

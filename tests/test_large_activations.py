@@ -8,7 +8,8 @@ import pytest
 from reflex_ipc import archs
 from reflex_ipc.engine import Engine
 from reflex_ipc.gguf import GGUF
-from reflex_ipc.plan import Attention, Step, SwiGlu
+from reflex_ipc.ops import Attention, SwiGlu
+from reflex_ipc.plan import Step
 from reflex_ipc.reference.ops import FUNCTIONS, Run, States
 from reflex_ipc.reference.weights import Weights
 

@@ -19,7 +19,8 @@ from reflex_ipc.cuda.executor import CudaExecutor, Weights, _mask
 from reflex_ipc.cuda.fuse import alone, fused
 from reflex_ipc.errors import CancelledError, DeviceError, OutOfMemoryError, ReflexError, UnsupportedModelError
 from reflex_ipc.gguf import GGUF
-from reflex_ipc.plan import PARENT_NONE, Step, inputs
+from reflex_ipc.ops import inputs
+from reflex_ipc.plan import PARENT_NONE, Step
 from reflex_ipc.sampler import Sampler, Sampling
 
 pytest_plugins = ["fakecuda.fixtures"]

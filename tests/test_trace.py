@@ -20,7 +20,8 @@ from reflex_ipc.cuda.executor import CudaExecutor, Weights
 from reflex_ipc.engine import Engine
 from reflex_ipc.errors import DeviceError, InputOutputError, InvalidRequestError, OutOfMemoryError, ReflexError
 from reflex_ipc.gguf import GGUF
-from reflex_ipc.plan import Step, scope
+from reflex_ipc.ops import scope
+from reflex_ipc.plan import Step
 from reflex_ipc.timings import OUT
 from reflex_ipc.trace import Trace
 

@@ -3,7 +3,8 @@
 from reflex_ipc.archs import dense, hparams, moe
 from reflex_ipc.archs.hparams import Hparams, yarn_magnitude
 from reflex_ipc.errors import ModelFileError, UnsupportedModelError
-from reflex_ipc.plan import Builder, Plan, Rope, Value
+from reflex_ipc.ops import Rope, Value
+from reflex_ipc.plan import Builder, Plan
 
 _GATING = {0: "softmax", 1: "softmax", 2: "sigmoid"}
 

@@ -2,7 +2,8 @@
 
 from reflex_ipc.archs import hparams
 from reflex_ipc.archs.hparams import Hparams
-from reflex_ipc.plan import Builder, Plan, Value
+from reflex_ipc.ops import Value
+from reflex_ipc.plan import Builder, Plan
 
 
 def model(

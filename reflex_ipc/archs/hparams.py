@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from reflex_ipc.errors import ModelFileError, UnsupportedModelError
 from reflex_ipc.gguf import GGUF
-from reflex_ipc.plan import Rope
+from reflex_ipc.ops import Rope
 
 # Absurd counts are refused before anything is sized by them; the largest real models are far below.
 _MAX_LAYERS = 4096

@@ -1,7 +1,8 @@
 """Feed-forward layers of experts: a router, the experts' slabs, and what every token passes besides."""
 
 from reflex_ipc.errors import ModelFileError
-from reflex_ipc.plan import Builder, Value
+from reflex_ipc.ops import Value
+from reflex_ipc.plan import Builder
 
 
 def experts(b: Builder, a: Value, routes: Value, n_ff: int, n_expert: int) -> Value:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from reflex_ipc.archs import dense, hparams, moe
 from reflex_ipc.archs.hparams import Hparams
 from reflex_ipc.errors import ModelFileError
-from reflex_ipc.plan import Builder, Plan, Value
+from reflex_ipc.ops import Value
+from reflex_ipc.plan import Builder, Plan
 
 
 class DeltaNet(NamedTuple):

@@ -22,7 +22,8 @@ from reflex_ipc.cuda.places import PAGE, CacheLayout, Places, Shape
 from reflex_ipc.cuda.sampling import CONTROL, Sampling
 from reflex_ipc.cuda.upload import Upload
 from reflex_ipc.errors import CancelledError, DeadlineError, OutOfMemoryError, ReflexError, go_on
-from reflex_ipc.plan import LARGEST_STEP, PARENT_NONE, Step, scope
+from reflex_ipc.ops import scope
+from reflex_ipc.plan import LARGEST_STEP, PARENT_NONE, Step
 from reflex_ipc.stamps import stamp
 
 TYPE_CHECKING = False

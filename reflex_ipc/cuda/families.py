@@ -6,7 +6,7 @@ Each function takes the lowering, an op and the step's shape, and yields the op'
 import math
 from struct import Struct
 
-from reflex_ipc import plan as ops
+from reflex_ipc import ops
 from reflex_ipc.cuda import linear
 from reflex_ipc.cuda.memory import aligned
 

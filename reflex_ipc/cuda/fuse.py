@@ -4,7 +4,7 @@ A group is a fused op that carries its parts: the reference runs the parts, the 
 has its oracle, and architectures never mention it. `alone` is the plan as it is, one group an op.
 """
 
-from reflex_ipc.plan import (
+from reflex_ipc.ops import (
     Add,
     Attention,
     Conv,
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-    from reflex_ipc.plan import Op, Plan, Value
+    from reflex_ipc.ops import Op, Value
+    from reflex_ipc.plan import Plan
 
 MAX_LINEARS = 4  # products one launch takes
 

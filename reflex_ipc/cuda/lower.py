@@ -7,7 +7,7 @@ shape.
 
 from struct import Struct
 
-from reflex_ipc import plan as ops
+from reflex_ipc import ops
 from reflex_ipc.cuda import families, linear
 from reflex_ipc.cuda.memory import aligned
 from reflex_ipc.cuda.places import PAGE, CacheLayout, Places, Shape
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from reflex_ipc.cuda.device import Device, Stream
     from reflex_ipc.cuda.fuse import Group
     from reflex_ipc.cuda.launch import Kernels, Launch
-    from reflex_ipc.plan import Plan, Value
+    from reflex_ipc.ops import Value
+    from reflex_ipc.plan import Plan
 
 LARGEST_HEAD = 256
 MIN_SHARE = 32  # positions that make a block of decoding's attention worth its start

@@ -1,6 +1,6 @@
 """What launches are made for and from: the shape of a step, addresses on the device, the layout of the cache."""
 
-from reflex_ipc import plan as ops
+from reflex_ipc import ops
 from reflex_ipc.cuda.memory import aligned
 
 TYPE_CHECKING = False

@@ -11,7 +11,7 @@ from time import monotonic_ns
 from reflex_ipc.cuda.device import Event, Stream
 from reflex_ipc.cuda.memory import Resource
 from reflex_ipc.errors import ReflexError
-from reflex_ipc.plan import scope
+from reflex_ipc.ops import scope
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

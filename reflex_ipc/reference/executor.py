@@ -11,7 +11,8 @@ import numpy.typing as npt
 from reflex_ipc.environment import usable_cpus
 from reflex_ipc.errors import CancelledError, DeadlineError, InvalidRequestError, OutOfMemoryError, Watch, go_on
 from reflex_ipc.gguf import GGUF
-from reflex_ipc.plan import LARGEST_STEP, PREFILL_CHUNK, Plan, Step, last_uses
+from reflex_ipc.ops import last_uses
+from reflex_ipc.plan import LARGEST_STEP, PREFILL_CHUNK, Plan, Step
 from reflex_ipc.reference import memory
 from reflex_ipc.reference.ops import FUNCTIONS, Run, States
 from reflex_ipc.reference.weights import Weights

@@ -3,7 +3,8 @@
 from typing import NamedTuple
 
 from reflex_ipc.environment import control_groups
-from reflex_ipc.plan import PREFILL_CHUNK, Attention, LatentAttention, Plan
+from reflex_ipc.ops import Attention, LatentAttention
+from reflex_ipc.plan import PREFILL_CHUNK, Plan
 
 # Interpreter, NumPy and BLAS, the vocabulary, and reading buffers; measured with the demo model.
 _BASE = 160 << 20

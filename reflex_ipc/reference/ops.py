@@ -1,7 +1,7 @@
 """What every op means, in NumPy: the oracle of the CUDA kernels and the arithmetic of the CPU backend.
 
 One function an op, taking the op and the `Run` it is part of, returning its value: a float32 matrix with one row a
-token. Naive on purpose; the formulas are in `plan`, next to the ops.
+token. Naive on purpose; the formulas are in `reflex_ipc.ops`, next to the ops.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from reflex_ipc import plan
+from reflex_ipc import ops
 from reflex_ipc.plan import PARENT_NONE, Step
 from reflex_ipc.reference.weights import Weights
 
@@ -21,7 +21,7 @@ Mask = npt.NDArray[np.bool_]
 class States:
     """What a sequence keeps: one array a state, `n_past` rows of it in use where it grows by the token."""
 
-    def __init__(self, states: tuple[plan.State, ...]) -> None:
+    def __init__(self, states: tuple[ops.State, ...]) -> None:
         self.arrays = {s.name: np.zeros((0, *s.shape) if s.per_token else s.shape, np.float32) for s in states}
         self.n_past = 0
         self.n_reserved = 0
@@ -56,7 +56,7 @@ class Run:
         self.values: dict[str, Array] = {}
         self._visible: Mask | None = None
 
-    def __getitem__(self, value: plan.Value) -> Array:
+    def __getitem__(self, value: ops.Value) -> Array:
         return self.values[value.name]
 
     @property
@@ -76,11 +76,11 @@ class Run:
         return self._visible
 
 
-def embed(op: plan.Embed, run: Run) -> Array:
+def embed(op: ops.Embed, run: Run) -> Array:
     return run.weights.rows(op.weight, run.step.tokens)
 
 
-def rms_norm(op: plan.RmsNorm, run: Run) -> Array:
+def rms_norm(op: ops.RmsNorm, run: Run) -> Array:
     x = run[op.x]
     x = x.reshape(len(x), op.n_group, -1)
     mean = np.mean(np.square(x), axis=-1, keepdims=True)
@@ -88,14 +88,14 @@ def rms_norm(op: plan.RmsNorm, run: Run) -> Array:
     return out.reshape(len(x), -1)
 
 
-def linear(op: plan.Linear, run: Run) -> Array:
+def linear(op: ops.Linear, run: Run) -> Array:
     out: Array = run[op.x] @ run.weights[op.weight].T
     if op.bias is not None:
         out += run.weights[op.bias]
     return out
 
 
-def rotate(op: plan.Rotate, run: Run) -> Array:
+def rotate(op: ops.Rotate, run: Run) -> Array:
     rope = op.rope
     frequencies = np.array(rope.frequencies())
     if op.factors is not None:
@@ -117,7 +117,7 @@ def rotate(op: plan.Rotate, run: Run) -> Array:
     return out.reshape(x.shape)
 
 
-def attention(op: plan.Attention, run: Run) -> Array:
+def attention(op: ops.Attention, run: Run) -> Array:
     n_tokens, past = len(run.step.tokens), run.n_past
     q = run[op.q].reshape(n_tokens, op.n_head_kv, op.n_head // op.n_head_kv, -1)
     keys = _extend(run, op.k_state, run[op.k]).reshape(past + n_tokens, op.n_head_kv, -1)
@@ -150,30 +150,30 @@ def sigmoid(x: Array) -> Array:
     return np.where(x >= 0, 1 / (1 + e), e / (1 + e)).astype(np.float32)
 
 
-def swiglu(op: plan.SwiGlu, run: Run) -> Array:
+def swiglu(op: ops.SwiGlu, run: Run) -> Array:
     gate = run[op.gate]
     return gate * sigmoid(gate) * run[op.up]
 
 
-def add(op: plan.Add, run: Run) -> Array:
+def add(op: ops.Add, run: Run) -> Array:
     return run[op.a] + run[op.b]
 
 
-def slice_(op: plan.Slice, run: Run) -> Array:
+def slice_(op: ops.Slice, run: Run) -> Array:
     x = run[op.x]
     x = x.reshape(len(x), op.n_group, -1)
     return x[:, :, op.start : op.start + op.length].reshape(len(x), -1)
 
 
-def concat(op: plan.Concat, run: Run) -> Array:
+def concat(op: ops.Concat, run: Run) -> Array:
     return np.concatenate([run[op.a], run[op.b]], axis=1)
 
 
-def gate(op: plan.Gate, run: Run) -> Array:
+def gate(op: ops.Gate, run: Run) -> Array:
     return run[op.x] * sigmoid(run[op.gate])
 
 
-def latent_attention(op: plan.LatentAttention, run: Run) -> Array:
+def latent_attention(op: ops.LatentAttention, run: Run) -> Array:
     q = run[op.q].reshape(len(run.step.tokens), op.n_head, -1)
     rows = _extend(run, op.state, run[op.latent])
     d_nope = q.shape[2] - (op.latent.width - op.rank)
@@ -191,7 +191,7 @@ def latent_attention(op: plan.LatentAttention, run: Run) -> Array:
     return out.reshape(len(q), -1)
 
 
-def route(op: plan.Route, run: Run) -> Array:
+def route(op: ops.Route, run: Run) -> Array:
     logits = run[op.logits]
     p = softmax(logits) if op.gating == "softmax" else sigmoid(logits)
     selection = p if op.bias is None else p + run.weights[op.bias]
@@ -210,7 +210,7 @@ def route(op: plan.Route, run: Run) -> Array:
     return np.concatenate([ids.astype(np.float32), weights * np.float32(op.scale)], axis=1)
 
 
-def expert_linear(op: plan.ExpertLinear, run: Run) -> Array:
+def expert_linear(op: ops.ExpertLinear, run: Run) -> Array:
     n_used = op.routes.width // 2
     ids = run[op.routes][:, :n_used].astype(np.int64)
     weight = run.weights[op.weight]  # (n_expert, n_out, n_in)
@@ -223,14 +223,14 @@ def expert_linear(op: plan.ExpertLinear, run: Run) -> Array:
     return out.reshape(len(ids), -1)
 
 
-def expert_sum(op: plan.ExpertSum, run: Run) -> Array:
+def expert_sum(op: ops.ExpertSum, run: Run) -> Array:
     n_used = op.routes.width // 2
     x = run[op.x].reshape(len(run[op.x]), n_used, -1)
     out: Array = (x * run[op.routes][:, n_used:, None]).sum(axis=1)
     return out
 
 
-def conv(op: plan.Conv, run: Run) -> Array:
+def conv(op: ops.Conv, run: Run) -> Array:
     x, step = run[op.x], run.step
     taps = run.weights[op.weight]  # (width, kernel)
     kernel = taps.shape[1]
@@ -254,14 +254,14 @@ def conv(op: plan.Conv, run: Run) -> Array:
     return out * sigmoid(out)
 
 
-def l2_norm(op: plan.L2Norm, run: Run) -> Array:
+def l2_norm(op: ops.L2Norm, run: Run) -> Array:
     x = run[op.x]
     x = x.reshape(len(x), op.n_group, -1)
     out: Array = x / np.sqrt(np.sum(np.square(x), axis=-1, keepdims=True) + np.float32(op.eps))
     return out.reshape(len(x), -1)
 
 
-def delta_rule(op: plan.DeltaRule, run: Run) -> Array:
+def delta_rule(op: ops.DeltaRule, run: Run) -> Array:
     step, n = run.step, len(run.step.tokens)
     q, k = (run[x].reshape(n, op.n_head_k, -1) for x in (op.q, op.k))
     v = run[op.v].reshape(n, op.n_head_v, -1)
@@ -297,27 +297,27 @@ def delta_rule(op: plan.DeltaRule, run: Run) -> Array:
     return out.reshape(n, -1)
 
 
-def select_rows(op: plan.SelectRows, run: Run) -> Array:
+def select_rows(op: ops.SelectRows, run: Run) -> Array:
     return run[op.x][list(run.step.rows)]
 
 
 FUNCTIONS: dict[type, Callable[[Any, Run], Array]] = {
-    plan.Embed: embed,
-    plan.RmsNorm: rms_norm,
-    plan.Linear: linear,
-    plan.Rotate: rotate,
-    plan.Attention: attention,
-    plan.SwiGlu: swiglu,
-    plan.Add: add,
-    plan.Slice: slice_,
-    plan.Concat: concat,
-    plan.Gate: gate,
-    plan.LatentAttention: latent_attention,
-    plan.Route: route,
-    plan.ExpertLinear: expert_linear,
-    plan.ExpertSum: expert_sum,
-    plan.Conv: conv,
-    plan.L2Norm: l2_norm,
-    plan.DeltaRule: delta_rule,
-    plan.SelectRows: select_rows,
+    ops.Embed: embed,
+    ops.RmsNorm: rms_norm,
+    ops.Linear: linear,
+    ops.Rotate: rotate,
+    ops.Attention: attention,
+    ops.SwiGlu: swiglu,
+    ops.Add: add,
+    ops.Slice: slice_,
+    ops.Concat: concat,
+    ops.Gate: gate,
+    ops.LatentAttention: latent_attention,
+    ops.Route: route,
+    ops.ExpertLinear: expert_linear,
+    ops.ExpertSum: expert_sum,
+    ops.Conv: conv,
+    ops.L2Norm: l2_norm,
+    ops.DeltaRule: delta_rule,
+    ops.SelectRows: select_rows,
 }

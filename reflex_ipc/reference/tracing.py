@@ -4,7 +4,7 @@ from collections.abc import Callable
 from time import monotonic_ns
 from typing import Any
 
-from reflex_ipc.plan import scope
+from reflex_ipc.ops import scope
 from reflex_ipc.trace import Trace
 
 Functions = dict[type, Callable[[Any, Any], Any]]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from legacy_file import PACKED
 
-from reflex_ipc import plan as ops
+from reflex_ipc import ops
 from reflex_ipc.cuda import families
 from reflex_ipc.cuda.fuse import Group
 from reflex_ipc.cuda.lower import MAX_SPLITS, Lowering
@@ -15,7 +15,8 @@ from reflex_ipc.cuda.places import PAGE, Places, Shape
 from reflex_ipc.cuda.sampling import CONTROL, Sampling
 from reflex_ipc.errors import ReflexError
 from reflex_ipc.gguf import TYPES, Tensor
-from reflex_ipc.plan import PARENT_NONE, Plan, Rope, Value
+from reflex_ipc.ops import Rope, Value
+from reflex_ipc.plan import PARENT_NONE, Plan
 from reflex_ipc.reference.dequant import dequantise
 from reflex_ipc.sampler import Sampler
 from reflex_ipc.sampler import Sampling as Settings

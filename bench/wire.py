@@ -60,7 +60,7 @@ class Tokens:
         self.poll = poll
 
     def __iter__(self) -> Any:
-        from reflex_ipc.engine import Token
+        from reflex_ipc.generation import Token
 
         for _ in range(TOKENS):
             yield Token(12366, " Paris", -0.31, (), None)

@@ -23,7 +23,9 @@ VOUCHED = (
     "reflex_ipc/archs/",
     "reflex_ipc/ops.py",
     "reflex_ipc/plan.py",
+    "reflex_ipc/backends.py",
     "reflex_ipc/engine.py",
+    "reflex_ipc/generation.py",
     "reflex_ipc/sampler.py",
     "reflex_ipc/scoring.py",
 )

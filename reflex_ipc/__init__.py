@@ -7,7 +7,7 @@ when they are first used, because the start-up path cannot afford what it does n
 TYPE_CHECKING = False  # as `typing` has it, whose import would be the first thing a start waits for
 
 if TYPE_CHECKING:
-    from reflex_ipc.engine import Engine, Generation, Token
+    from reflex_ipc.engine import Engine
     from reflex_ipc.errors import (
         CancelledError,
         CheckFailedError,
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         TemplateError,
         UnsupportedModelError,
     )
+    from reflex_ipc.generation import Generation, Token
     from reflex_ipc.sampler import Sampling
     from reflex_ipc.scoring import Candidate, Scores
     from reflex_ipc.tokenizer import Tokenizer
@@ -52,10 +53,10 @@ __all__ = [
 _HOMES = {
     "Candidate": "scoring",
     "Engine": "engine",
-    "Generation": "engine",
+    "Generation": "generation",
     "Sampling": "sampler",
     "Scores": "scoring",
-    "Token": "engine",
+    "Token": "generation",
     "Tokenizer": "tokenizer",
 }
 

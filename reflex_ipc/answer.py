@@ -4,7 +4,7 @@
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from reflex_ipc.errors import (
@@ -35,14 +35,12 @@ from reflex_ipc.messages import (
 )
 
 if TYPE_CHECKING:
+    from reflex_ipc.backends import Poll
     from reflex_ipc.engine import Engine
-    from reflex_ipc.engine import Token as EngineToken
-
-Poll = Callable[[], str | None]
-"""Asked whether to go on, between tokens and inside whatever takes long; "cancelled" or "deadline" ends the answer."""
+    from reflex_ipc.generation import Token as EngineToken
 
 
-def answer(engine: "Engine", request: Request, limits: Limits, queued_ms: float, poll: Poll) -> Iterator[Event]:
+def answer(engine: "Engine", request: Request, limits: Limits, queued_ms: float, poll: "Poll") -> Iterator[Event]:
     """The request's events in order; the last one is its Done, Result or Error."""
     try:
         if isinstance(request, Generate):
@@ -93,7 +91,7 @@ def typed(error: Exception) -> ReflexError:
 
 
 def _generate(
-    engine: "Engine", request: Generate, limits: Limits, queued_ms: float, poll: Poll
+    engine: "Engine", request: Generate, limits: Limits, queued_ms: float, poll: "Poll"
 ) -> Iterator[Started | Prompt | Token | Done]:
     from reflex_ipc.sampler import Sampling
 
@@ -140,7 +138,7 @@ def _generate(
         generation.close()
 
 
-def _score(engine: "Engine", request: Score, limits: Limits, queued_ms: float, poll: Poll) -> Iterator[Result]:
+def _score(engine: "Engine", request: Score, limits: Limits, queued_ms: float, poll: "Poll") -> Iterator[Result]:
     prompt: Any = request.prompt if request.messages is None else request.messages
     scoring = engine.scoring(
         prompt,

@@ -17,7 +17,8 @@ from reflex_ipc.stops import DEFAULT_MAX_TOKENS
 from reflex_ipc.terminal import read_prompt, say, say_why_cpu, warn, write
 
 if TYPE_CHECKING:
-    from reflex_ipc.engine import Engine, Progress
+    from reflex_ipc.backends import Progress
+    from reflex_ipc.engine import Engine
     from reflex_ipc.messages import Limits
     from reflex_ipc.trace import Trace
 

@@ -1,28 +1,22 @@
 """Token ids in, token ids out: one model, one sequence, one request at a time.
 
 `Engine` opens a model on a backend; `Generation` is one answer under way. Text meets ids only at their borders, by the
-file's own tokenizer. What an executor runs on is chosen in `_executor` and nowhere known after it.
+file's own tokenizer. What an executor runs on is chosen in `backends.py` and nowhere known after it.
 """
 
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from reflex_ipc import archs
-from reflex_ipc.environment import complete_site, model_path
-from reflex_ipc.errors import (
-    CancelledError,
-    ContextOverflowError,
-    DeadlineError,
-    InvalidRequestError,
-    ModelFileError,
-    UnsupportedModelError,
-    go_on,
-)
+from reflex_ipc.backends import make_executor, start_driver
+from reflex_ipc.environment import model_path
+from reflex_ipc.errors import ContextOverflowError, InvalidRequestError, ModelFileError
+from reflex_ipc.generation import Generation
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.plan import PREFILL_CHUNK, Plan, Step
-from reflex_ipc.sampler import Sampled, Sampler, Sampling
+from reflex_ipc.sampler import Sampler, Sampling
 from reflex_ipc.stamps import lasted, stamp
 from reflex_ipc.stops import DEFAULT_MAX_TOKENS, StopStrings
 from reflex_ipc.tokenizer import Tokenizer
@@ -31,82 +25,16 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from reflex_ipc.backends import Executor, Poll, Progress
     from reflex_ipc.chat import ChatTemplate
-    from reflex_ipc.cuda.device import Opening
     from reflex_ipc.scoring import Scores, Scoring
     from reflex_ipc.trace import Trace
-
-
-DEVICE_NODES = ("/dev/nvidiactl", "/dev/dxg")
-"""Where there is an NVIDIA device, one of these is there, too."""
-
-Progress = Callable[[str, int, int], None]
-"""Called while a model opens with a phase, what is done of it, and the total."""
-Poll = Callable[[], str | None]
-"""Asked whether to go on, between tokens and inside whatever takes long: "cancelled" or "deadline" ends the answer."""
-PROMPT_ROWS = 64
-"""Tokens of a prompt whose logits are on the host at once, where each one's log-probability is wanted."""
-
-
-class Executor(Protocol):
-    """What a backend does with a plan. It holds one sequence, `n_past` tokens long.
-
-    Whatever takes a `poll` asks it where that costs nothing. Where it says to stop, CancelledError or DeadlineError is
-    raised; a step that was under way has then forgotten the sequence, as `reset` does.
-    """
-
-    n_ctx: int
-
-    @property
-    def n_past(self) -> int: ...
-
-    def reset(self) -> None:
-        """Forget the sequence."""
-
-    def reserve(self, n_tokens: int) -> None:
-        """Make room for a sequence of `n_tokens`, at most `n_ctx`. Raises OutOfMemoryError with the sum."""
-
-    def forward(self, step: Step, poll: Poll | None = None) -> None:
-        """Run a step. The logits of its rows stay with the executor until the next one."""
-
-    def logits(self) -> "npt.NDArray[np.float32]":
-        """(rows of the last step, n_vocab), on the host."""
-
-    def score(self, step: Step, targets: Sequence[Sequence[int]], poll: Poll | None = None) -> list[list[float]]:
-        """Run a step; for each of its rows, the log-probabilities of the row's target tokens."""
-
-    def step_limit(self, n_past: int) -> int:
-        """How many tokens one step behind `n_past` others may have, by the memory there is."""
-
-    def decode(self, sampler: Sampler, poll: Poll | None = None) -> Iterator[Sampled]:
-        """Sample from the last row, yield, ask, feed back, for ever; never more than one token ahead of the caller."""
-
-    def close(self) -> None: ...
-
-
-class Token(NamedTuple):
-    """A piece of an answer.
-
-    `text` has whole characters only and nothing that may yet turn out to be a stop string; it can be empty, or begin
-    with what was held back before. `raw` is the token's own bytes wherever `text` is not just them. What is still held
-    back at the end comes last, with `id` None.
-
-    Tokens `of_prompt` come first, if they were asked for: the prompt's own, control tokens as the file writes them,
-    each with what the model thought of it after those before it. The first has no `logprob`.
-    """
-
-    id: int | None
-    text: str
-    logprob: float | None
-    top: tuple[tuple[int, float], ...] = ()
-    raw: bytes | None = None
-    of_prompt: bool = False
 
 
 class Engine:
     """A model that answers. Use as a context manager, or call `close`."""
 
-    _executor: Executor
+    _executor: "Executor"
     backend: str
 
     def __init__(self, gguf: GGUF, tokenizer: Tokenizer, plan: Plan, n_ctx: int) -> None:
@@ -130,7 +58,7 @@ class Engine:
         device: int = 0,
         context: int | None = None,
         threads: int | None = None,
-        progress: Progress | None = None,
+        progress: "Progress | None" = None,
         meanwhile: Callable[["Engine"], object] | None = None,
         trace: "Trace | None" = None,
     ) -> "Engine":
@@ -146,7 +74,7 @@ class Engine:
         """
         began = time.perf_counter()
         stamp("imports")
-        opening = _start_driver(backend, device)
+        opening = start_driver(backend, device)
         stamp("driver start")
         gguf: GGUF | None = None
         try:
@@ -164,7 +92,7 @@ class Engine:
             planned = time.perf_counter()
             if meanwhile is not None:
                 meanwhile(engine)
-            executor, engine.backend, engine.why_cpu = _executor(
+            executor, engine.backend, engine.why_cpu = make_executor(
                 gguf, plan, n_ctx, opening, backend, threads, progress, trace
             )
             stamp("executor")
@@ -208,7 +136,7 @@ class Engine:
     def n_vocab(self) -> int:
         return self.plan.n_vocab
 
-    def tokenize(self, text: str, *, special: bool = True, poll: Poll | None = None) -> list[int]:
+    def tokenize(self, text: str, *, special: bool = True, poll: "Poll | None" = None) -> list[int]:
         """Ids of a text, with the begin-of-sequence token where the file asks for one.
 
         Raises CancelledError or DeadlineError where `poll` says so.
@@ -219,7 +147,7 @@ class Engine:
         return self.tokenizer.decode(ids)
 
     def chat(
-        self, messages: Sequence[dict[str, Any]], arguments: dict[str, Any] | None = None, *, poll: Poll | None = None
+        self, messages: Sequence[dict[str, Any]], arguments: dict[str, Any] | None = None, *, poll: "Poll | None" = None
     ) -> list[int]:
         """Ids of a conversation, rendered by the file's own template up to where the answer begins.
 
@@ -281,9 +209,9 @@ class Engine:
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
         prompt_logprobs: bool = False,
-        poll: Poll | None = None,
+        poll: "Poll | None" = None,
         **fields: Any,
-    ) -> "Generation":
+    ) -> Generation:
         """An iterator over the tokens that follow `prompt`, a text or ids; `prompt_logprobs`: over the prompt's, too.
 
         How tokens are chosen is said by `sampling`, or by its fields (`temperature=0.8, seed=7`); greedily without.
@@ -317,7 +245,7 @@ class Engine:
         prompt: str | Sequence[dict[str, Any]],
         candidates: Sequence[str],
         *,
-        poll: Poll | None = None,
+        poll: "Poll | None" = None,
         **options: Any,
     ) -> "Scoring":
         """What `score` runs, checked and tokenised but not run yet."""
@@ -341,7 +269,7 @@ class Engine:
         stamp("reserve")
         return scoring.Scoring(self._executor, split, chosen, poll)
 
-    def prompt(self, text: str, poll: Poll | None = None) -> list[int]:
+    def prompt(self, text: str, poll: "Poll | None" = None) -> list[int]:
         """The ids of a prompt; one that no tokens could make fit is refused before it is taken apart."""
         self.tokenizer.check_length(text, self.n_ctx)
         ids = self.tokenize(text, poll=poll)
@@ -374,129 +302,6 @@ class Engine:
                 )
 
 
-class Generation:
-    """One answer under way: an iterator over its tokens, with what is known of it so far."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        ids: Sequence[int],
-        max_tokens: int,
-        sampler: Sampler,
-        stops: StopStrings,
-        ignore_eos: bool,
-        prompt_logprobs: bool,
-        poll: Poll | None,
-    ) -> None:
-        self.prompt_tokens = len(ids)
-        self.reused_tokens = 0
-        self.completion_tokens = 0
-        self.finish_reason: str | None = None
-        self.timings: dict[str, float] = {}
-        self.seed = sampler.sampling.seed
-        self._engine = engine
-        self._executor = engine._executor
-        self._max_tokens = max_tokens
-        self._sampler = sampler
-        self._stops = stops
-        self._ignore_eos = ignore_eos
-        self._poll = poll
-        self._text = engine.tokenizer.decoder()
-        self._tokens = self._run(ids, prompt_logprobs)
-
-    def __iter__(self) -> "Generation":
-        return self
-
-    def __next__(self) -> Token:
-        return next(self._tokens)
-
-    def close(self) -> None:
-        """Stop here. The engine is ready for the next request."""
-        self._tokens.close()
-
-    def _run(self, ids: Sequence[int], prompt_logprobs: bool) -> Generator[Token, None, None]:
-        began = time.perf_counter()
-        try:
-            try:
-                if prompt_logprobs:
-                    yield from self._prefill_rated(ids)
-                else:
-                    self._prefill(ids)
-                stamp("prompt")
-                self.timings["prompt_ms"] = (time.perf_counter() - began) * 1e3
-                go_on(self._poll)
-                yield from self._decode(began)
-            except (CancelledError, DeadlineError) as told:
-                self.finish_reason = told.code
-            if self.finish_reason != "stop_string":
-                piece, _ = self._stops.push(self._text.finish())
-                rest = piece + self._stops.flush()
-                if rest:
-                    yield Token(None, rest, None)
-        finally:
-            if self.finish_reason is None:
-                self.finish_reason = CancelledError.code
-            stamp("answer")
-            self.timings["total_ms"] = (time.perf_counter() - began) * 1e3
-
-    def _prefill(self, ids: Sequence[int]) -> None:
-        for start in range(0, len(ids), PREFILL_CHUNK):
-            go_on(self._poll)
-            chunk = ids[start : start + PREFILL_CHUNK]
-            last = start + len(chunk) == len(ids)
-            self._executor.forward(Step.text(chunk, start, [len(chunk) - 1] if last else []), self._poll)
-
-    def _prefill_rated(self, ids: Sequence[int]) -> Iterator[Token]:
-        """The prompt's tokens with their log-probabilities: each position says what it thinks of the next."""
-        text = self._engine.tokenizer.decoder(special=True)
-
-        def token(at: int, logprob: float | None, top: tuple[tuple[int, float], ...]) -> Token:
-            raw = self._engine._bytes(ids[at], special=True)
-            piece = text.push(ids[at]) if ids[at] < self._engine.tokenizer.n_vocab else ""
-            if at == len(ids) - 1:
-                piece += text.finish()
-            return Token(ids[at], piece, logprob, top, None if piece.encode() == raw else raw, True)
-
-        yield token(0, None, ())
-        for start in range(0, len(ids), PROMPT_ROWS):
-            go_on(self._poll)
-            chunk = ids[start : start + PROMPT_ROWS]
-            self._executor.forward(Step.text(chunk, start, range(len(chunk))), self._poll)
-            for at, logits in enumerate(self._executor.logits(), start + 1):
-                if at < len(ids):
-                    sampled = self._sampler.rate(logits, ids[at])
-                    yield token(at, sampled.logprob, sampled.top)
-
-    def _decode(self, began: float) -> Iterator[Token]:
-        tokenizer = self._engine.tokenizer
-        room = self._engine.n_ctx - self.prompt_tokens
-        if self._max_tokens == 0 or room == 0:
-            self.finish_reason = "length" if self._max_tokens == 0 else "context"
-            return
-        for sampled in self._executor.decode(self._sampler, self._poll):
-            if "first_token_ms" not in self.timings:
-                stamp("first token")
-                self.timings["first_token_ms"] = (time.perf_counter() - began) * 1e3
-            if sampled.id in tokenizer.eog and not self._ignore_eos:
-                self.finish_reason = "stop"
-                return
-            # The padding rows of an output matrix are beyond the vocabulary and spell nothing.
-            pushed = self._text.push(sampled.id) if sampled.id < tokenizer.n_vocab else ""
-            piece, stopped = self._stops.push(pushed)
-            raw = self._engine._bytes(sampled.id)
-            self.completion_tokens += 1
-            if stopped:
-                self.finish_reason = "stop_string"
-            elif self.completion_tokens == self._max_tokens:
-                self.finish_reason = "length"
-            elif self.completion_tokens == room:
-                self.finish_reason = "context"
-            own = None if piece.encode() == raw else raw
-            yield Token(sampled.id, piece, sampled.logprob, sampled.top, own)
-            if self.finish_reason is not None:
-                return
-
-
 def _check_vocabulary(gguf: GGUF, tokenizer: Tokenizer, plan: Plan) -> None:
     # More rows than tokens is usual (padding); more tokens than rows means ids that no row answers to.
     if tokenizer.n_vocab > plan.n_vocab:
@@ -516,52 +321,3 @@ def _context(gguf: GGUF, plan: Plan, context: int | None) -> int:
             f"({plan.arch}.context_length)"
         )
     return context
-
-
-def _start_driver(backend: str, device: int) -> "Opening | None":
-    """The driver's start in a thread, before anything else is done; None where no device can be used."""
-    if backend not in ("auto", "cuda", "cpu"):
-        raise InvalidRequestError(f"the backend is {backend!r}; known are auto, cuda and cpu", "backend")
-    if backend == "cpu" or (backend == "auto" and not any(os.path.exists(node) for node in DEVICE_NODES)):
-        return None
-    from reflex_ipc.cuda import device as cuda
-    from reflex_ipc.cuda.launch import shipped
-
-    if backend == "auto" and not shipped():
-        return None
-    return cuda.start_driver(device)
-
-
-def _executor(
-    gguf: GGUF,
-    plan: Plan,
-    n_ctx: int,
-    opening: "Opening | None",
-    backend: str,
-    threads: int | None,
-    progress: Progress | None,
-    trace: "Trace | None",
-) -> tuple[Executor, str, str | None]:
-    """The executor that `backend` names, the name of what was chosen, and why, where that is not the device."""
-    why: str | None = None
-    if opening is not None:
-        from reflex_ipc.cuda.driver import NoDeviceError
-        from reflex_ipc.cuda.executor import CudaExecutor
-
-        try:
-            return CudaExecutor(gguf, plan, n_ctx, progress=progress, opening=opening, trace=trace), "cuda", None
-        except (NoDeviceError, UnsupportedModelError) as error:
-            opening.close()
-            if backend == "cuda":
-                raise
-            why = str(error)
-    elif backend == "auto":
-        why = "no NVIDIA device" if not any(map(os.path.exists, DEVICE_NODES)) else "this package has no kernels"
-    complete_site()
-    from reflex_ipc.reference.executor import ReferenceExecutor
-
-    def report(done: int, total: int) -> None:
-        if progress is not None:
-            progress("weights", done, total)
-
-    return ReferenceExecutor(gguf, plan, n_ctx, threads, report, trace), "cpu", why

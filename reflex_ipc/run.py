@@ -5,8 +5,9 @@ import time
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from reflex_ipc.engine import Engine, Generation
+from reflex_ipc.engine import Engine
 from reflex_ipc.errors import DeadlineError
+from reflex_ipc.generation import Generation
 from reflex_ipc.sampler import Sampling
 from reflex_ipc.stamps import moments, stamp
 from reflex_ipc.stops import StopStrings

@@ -24,9 +24,9 @@ DEVICE, MODEL_FILE, MEMORY = 5, 3, 6
 # whatever the machine.
 PROGRAM = """
 import sys
-from reflex_ipc import cli, engine
+from reflex_ipc import backends, cli
 from reflex_ipc.cuda import upload
-engine.DEVICE_NODES = ("/dev/null",)
+backends.DEVICE_NODES = ("/dev/null",)
 upload.usable_cpus = lambda: 4
 {before}
 sys.exit(cli.main(sys.argv[1:]))

@@ -108,14 +108,16 @@ def test_prefill_in_pieces_is_prefill_in_one(fixtures: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen35", "deepseek3"])
 def test_long_prompts_go_in_pieces(fixtures: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`generate` and `logits` cut a prompt where the chunk ends; small chunks here, so that it does."""
-    from reflex_ipc import engine as module
+    from reflex_ipc import engine as engine_module
+    from reflex_ipc import generation
 
     reference = np.load(fixtures / "exact" / f"{name}-f16.npz")
     ids = reference["ids"].tolist()
     with Engine.open(fixtures / "exact" / f"{name}-f16.gguf", backend="cpu") as engine:
         whole = engine.logits(ids)
         answer = [token.id for token in engine.generate(ids, max_tokens=8, ignore_eos=True)]
-        monkeypatch.setattr(module, "PREFILL_CHUNK", 7)
+        for module in (engine_module, generation):
+            monkeypatch.setattr(module, "PREFILL_CHUNK", 7)
         assert relative_error(engine.logits(ids), whole) <= 1e-5
         assert [token.id for token in engine.generate(ids, max_tokens=8, ignore_eos=True)] == answer
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import seal
+from reflex_ipc.backends import DEVICE_NODES
 from reflex_ipc.cuda import launch
 from reflex_ipc.cuda.device import Device
 from reflex_ipc.cuda.driver import Driver
 from reflex_ipc.cuda.launch import Kernels
-from reflex_ipc.engine import DEVICE_NODES
 from reflex_ipc.errors import DeviceError
 
 _outcomes: dict[str, str] = {}

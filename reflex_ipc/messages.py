@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from reflex_ipc import strict_json
+from reflex_ipc.errors import InvalidJsonError, InvalidRequestError
 from reflex_ipc.sampler import MAX_TOP_LOGPROBS
 from reflex_ipc.stops import DEFAULT_MAX_TOKENS, MAX_STOP_CHARS, MAX_STOPS
 
@@ -240,9 +241,9 @@ def parse(line: bytes, limits: Limits) -> Request | Refusal:
         message = strict_json.loads(line)
     except strict_json.NotAllowed as error:
         field = None if error.path is None else strict_json.written(error.path)
-        return Refusal(None if field == "id" else find_id(line), "invalid_json", str(error), field)
+        return Refusal(None if field == "id" else find_id(line), InvalidJsonError.code, str(error), field)
     if not isinstance(message, dict):
-        return Refusal(None, "invalid_request", "a request is a JSON object")
+        return Refusal(None, InvalidRequestError.code, "a request is a JSON object")
     id: Id | None = None
     try:
         id = _id("id", _required("id", message))
@@ -252,7 +253,7 @@ def parse(line: bytes, limits: Limits) -> Request | Refusal:
         return _PARSERS[op](id, message, limits)
     except _Wrong as wrong:
         field, why = strict_json.clipped(wrong.args[0]), wrong.args[1]
-        return Refusal(id, "invalid_request", f"{field}: {why}", field)
+        return Refusal(id, InvalidRequestError.code, f"{field}: {why}", field)
 
 
 def find_id(line: bytes) -> Id | None:

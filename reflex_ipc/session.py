@@ -12,6 +12,7 @@ from collections import deque
 from enum import Enum
 
 from reflex_ipc import messages
+from reflex_ipc.errors import InvalidJsonError
 from reflex_ipc.messages import Cancel, Done, Error, Event, Limits, Refusal, Request
 
 
@@ -224,7 +225,7 @@ class Session:
 
     def _refuse_long_line(self, now: float) -> None:
         message = f"the line is longer than {self._limits.line_bytes} bytes"
-        self._wait(Refusal(messages.find_id(bytes(self._partial)), "invalid_json", message), 1, now)
+        self._wait(Refusal(messages.find_id(bytes(self._partial)), InvalidJsonError.code, message), 1, now)
         self._partial.clear()
         self._discarding = True
 

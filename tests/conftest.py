@@ -18,6 +18,13 @@ def fixtures() -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny(fixtures: Path) -> Path:
+    """A model of a few hundred kilobytes with 512 tokens and no chat template (ChatML is used); its text is nonsense,
+    its behaviour is real."""
+    return fixtures / "exact" / "llama-f16.gguf"
+
+
+@pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The demo model's file: what REFLEX_SMOLLM2 names, or its package's, which is located but not imported: that would
     import another engine."""

@@ -21,12 +21,6 @@ def reflex(*arguments: object, stdin: bytes | None = None, **options: object) ->
     )
 
 
-@pytest.fixture
-def tiny(fixtures: Path) -> Path:
-    """A model of a few hundred kilobytes; its text is nonsense, its behaviour is real."""
-    return fixtures / "exact" / "llama-f16.gguf"
-
-
 def failed(result: subprocess.CompletedProcess[bytes], code: int, *words: str) -> None:
     """A clear error: the code, nothing on stdout, a message that names what matters, no traceback."""
     message = result.stderr.decode()

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from fakecuda import Fake
+from fakecuda import Fake, fail_each_call
 
 from reflex_ipc import archs
 from reflex_ipc.cuda import launch, lower
@@ -17,7 +17,7 @@ from reflex_ipc.cuda.buffers import Columns
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.executor import CudaExecutor, Weights, _mask
 from reflex_ipc.cuda.fuse import alone, fused
-from reflex_ipc.errors import CancelledError, DeviceError, OutOfMemoryError, ReflexError, UnsupportedModelError
+from reflex_ipc.errors import CancelledError, OutOfMemoryError, UnsupportedModelError
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.ops import inputs
 from reflex_ipc.plan import PARENT_NONE, Step
@@ -246,28 +246,7 @@ def test_too_little_memory_is_refused_before_the_upload(fake: Fake, kernels, mod
 
 @needs_kernels
 def test_every_driver_call_failing_in_turn_is_a_typed_error(fake: Fake, kernels, model) -> None:
-    executor = opened(fake, model)
-    use(executor)
-    executor.close()
-    calls = fake.calls
-    fake.reset()
-    for n in range(1, calls, 7):
-        fake.fail(n=n, code=700)
-        executor = None
-        try:
-            executor = opened(fake, model)
-            use(executor)
-        except (DeviceError, OutOfMemoryError):
-            pass
-        finally:
-            try:
-                if executor is not None:
-                    executor.close()
-            except ReflexError:
-                pass
-        assert fake.violations == []
-        assert fake.leaks == [], n
-        fake.reset()
+    fail_each_call(fake, 7, lambda: opened(fake, model), use)
 
 
 @needs_kernels

@@ -19,11 +19,6 @@ STARTS = int(os.environ.get("REFLEX_SIGNAL_STARTS", "24"))
 """Processes a kind; set it to hundreds to look for what happens once in a thousand."""
 
 
-@pytest.fixture(scope="session")
-def tiny(fixtures: Path) -> Path:
-    return fixtures / "exact" / "llama-f16.gguf"
-
-
 @pytest.fixture
 def private() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="r") as path:

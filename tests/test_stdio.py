@@ -22,11 +22,6 @@ LONG = {"op": "generate", "prompt": "Hello", "max_tokens": 4000, "ignore_eos": T
 SHORT = {**LONG, "max_tokens": 3}
 
 
-@pytest.fixture(scope="session")
-def tiny(fixtures: Path) -> Path:
-    return fixtures / "exact" / "llama-f16.gguf"
-
-
 @pytest.fixture(scope="module")
 def shared(tiny: Path) -> Iterator[Stdio]:
     """One process for the tests that leave it as they found it."""

@@ -11,14 +11,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from fakecuda import Fake
+from fakecuda import Fake, fail_each_call
 
 from reflex_ipc import archs, stamps, svg, waterfall
 from reflex_ipc.cuda import launch
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.executor import CudaExecutor, Weights
 from reflex_ipc.engine import Engine
-from reflex_ipc.errors import DeviceError, InputOutputError, InvalidRequestError, OutOfMemoryError, ReflexError
+from reflex_ipc.errors import InputOutputError, InvalidRequestError
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.ops import scope
 from reflex_ipc.plan import Step
@@ -367,28 +367,7 @@ def test_a_traced_step_computes_the_same_launches(fake: Fake, kernels: None, mod
 
 @needs_kernels
 def test_every_driver_call_failing_while_traced_is_a_typed_error(fake: Fake, kernels: None, model: GGUF) -> None:
-    executor = opened(fake, model, Trace())
-    use(executor)
-    executor.close()
-    calls = fake.calls
-    fake.reset()
-    for n in range(1, calls, 3):
-        fake.fail(n=n, code=700)
-        executor = None
-        try:
-            executor = opened(fake, model, Trace())
-            use(executor)
-        except (DeviceError, OutOfMemoryError):
-            pass
-        finally:
-            try:
-                if executor is not None:
-                    executor.close()
-            except ReflexError:
-                pass
-        assert fake.violations == []
-        assert fake.leaks == [], n
-        fake.reset()
+    fail_each_call(fake, 3, lambda: opened(fake, model, Trace()), use)
 
 
 @needs_kernels

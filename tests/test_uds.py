@@ -30,11 +30,6 @@ SHORT = {**LONG, "max_tokens": 3}
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="session")
-def tiny(fixtures: Path) -> Path:
-    return fixtures / "exact" / "llama-f16.gguf"
-
-
 @pytest.fixture(scope="module")
 def private() -> Iterator[Path]:
     """A directory that is short enough for a socket's path, and nobody else's."""

@@ -18,11 +18,6 @@ SHORT = {"op": "generate", "prompt": "Hello", "max_tokens": 3, "ignore_eos": Tru
 LONG = {**SHORT, "max_tokens": 4000, "top_logprobs": 20}  # seven megabytes of events
 
 
-@pytest.fixture(scope="session")
-def tiny(fixtures: Path) -> Path:
-    return fixtures / "exact" / "llama-f16.gguf"
-
-
 @pytest.fixture
 def path() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="r") as directory:

@@ -145,7 +145,6 @@ class Device:
     # Numbers of CUdevice_attribute.
     MULTIPROCESSORS = 16
     COMPUTE_MODE = 20
-    L2_BYTES = 38
     CAPABILITY_MAJOR = 75
     CAPABILITY_MINOR = 76
     SHARED_PER_BLOCK = 97  # with the opt-in

@@ -31,7 +31,7 @@ MAX_SPLITS = 64
 
 _CACHE = Struct("<QqiiiI")
 _HEADS = Struct("<7Q" + _CACHE.format[1:] + "7if")
-_DECODE = Struct(_HEADS.format + "3Qfi")
+_DECODE = Struct("<3Qfi")  # behind _HEADS
 _PREFILL = Struct("<4Q" + _CACHE.format[1:] + "iifI")
 
 
@@ -389,7 +389,7 @@ class Lowering:
     def _decode(self, op: ops.Attention, heads: bytes, shape: Shape, *, fused: bool) -> "Launch":
         lanes, at_once, chunks = _decode_shape(op)
         p = self.places
-        arguments = heads + Struct("<3Qfi").pack(self.at(op.out), p.partial, p.tickets, op.scale, fused)
+        arguments = heads + _DECODE.pack(self.at(op.out), p.partial, p.tickets, op.scale, fused)
         return self.launch(
             f"attention_decode_{lanes}_{at_once}", (shape.n_splits, op.n_head_kv, chunks), 256, [arguments]
         )

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 KEY_VARIABLE = "REFLEX_API_KEY"
-USAGE = 2
 
 _EPILOG = f"""\
 Give the engine either as a socket or, after --, as the command that runs it:

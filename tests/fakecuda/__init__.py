@@ -4,9 +4,12 @@ import ctypes
 import hashlib
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from reflex_ipc.cuda.driver import Driver
+from reflex_ipc.errors import DeviceError, OutOfMemoryError, ReflexError
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -122,3 +125,30 @@ class Fake:
         for name in self._changed:
             self.c.fake_set(name.encode(), DEFAULTS[name])
         self.c.fake_reset()
+
+
+def fail_each_call(fake: Fake, every: int, opened: Callable[[], Any], use: Callable[[Any], None]) -> None:
+    """Open, use and close an executor with every so many-th of its driver calls failing: each time it is a typed error,
+    nothing is done that the driver forbids, and nothing is left behind."""
+    executor = opened()
+    use(executor)
+    executor.close()
+    calls = fake.calls
+    fake.reset()
+    for n in range(1, calls, every):
+        fake.fail(n=n, code=700)
+        executor = None
+        try:
+            executor = opened()
+            use(executor)
+        except (DeviceError, OutOfMemoryError):
+            pass
+        finally:
+            try:
+                if executor is not None:
+                    executor.close()
+            except ReflexError:
+                pass
+        assert fake.violations == []
+        assert fake.leaks == [], n
+        fake.reset()

@@ -13,12 +13,6 @@ from running import Sidecar, UdsEngine, engine_command  # noqa: E402
 
 
 @pytest.fixture(scope="session")
-def tiny(fixtures: Path) -> Path:
-    """A model with random weights, 512 tokens of vocabulary and no chat template (ChatML is used)."""
-    return fixtures / "exact" / "llama-f16.gguf"
-
-
-@pytest.fixture(scope="session")
 def child(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
     """A sidecar that runs its engine itself."""
     with Sidecar(tmp_path_factory.mktemp("child"), "--", *engine_command("stdio", tiny)) as sidecar:

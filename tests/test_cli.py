@@ -1,7 +1,6 @@
 """The command as a person runs it: real processes, real pipes, exit codes and what lands on which stream."""
 
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -10,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.wire import ROOT, on_a_terminal
+
 COMMAND = [sys.executable, "-m", "reflex_ipc"]
-ROOT = Path(__file__).parents[1]
 
 
 def reflex(*arguments: object, stdin: bytes | None = None, **options: object) -> subprocess.CompletedProcess[bytes]:
@@ -95,26 +95,7 @@ def test_only_one_newline_is_dropped(tiny: Path) -> None:
 
 def test_newline_at_the_end_only_on_a_terminal(tiny: Path) -> None:
     piped = reflex("run", tiny, "Hello", "-n", "3")
-    parent, child = pty.openpty()
-    process = subprocess.Popen(
-        [*COMMAND, "run", str(tiny), "Hello", "-n", "3"],
-        stdin=subprocess.DEVNULL,
-        stdout=child,
-        stderr=subprocess.PIPE,
-        cwd=ROOT,
-    )
-    os.close(child)
-    shown = b""
-    while True:
-        try:
-            piece = os.read(parent, 4096)
-        except OSError:  # the terminal's other end is gone
-            break
-        if not piece:
-            break
-        shown += piece
-    assert process.wait(30) == 0
-    os.close(parent)
+    shown = on_a_terminal([*COMMAND, "run", str(tiny), "Hello", "-n", "3"])
     assert not piped.stdout.endswith(b"\n")
     assert shown.replace(b"\r\n", b"\n") == piped.stdout + b"\n"
 

@@ -29,6 +29,19 @@ def shared(tiny: Path) -> Iterator[Stdio]:
         yield engine.ready()
 
 
+@contextlib.contextmanager
+def narrow(model: Path, *options: object) -> Iterator[Stdio]:
+    """An engine that is ready and writes to a pipe of 4 kB."""
+    reads, writes = os.pipe()
+    fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, 4096)
+    with Stdio(model, *options, stdout=writes) as engine:
+        os.close(writes)
+        engine.reads = reads
+        engine.ready()
+        yield engine
+    os.close(reads)
+
+
 def last(events: list[dict[str, Any]]) -> dict[str, Any]:
     return events[-1]
 
@@ -402,43 +415,26 @@ def test_a_full_disk(tiny: Path) -> None:
 
 
 def test_a_reader_that_reads_nothing(tiny: Path) -> None:
-    reads, writes = os.pipe()
-    fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, 4096)
-    with Stdio(tiny, "--write-timeout", 500, stdout=writes) as engine:
-        os.close(writes)
-        engine.reads = reads
-        engine.ready()
+    with narrow(tiny, "--write-timeout", 500) as engine:
         began = time.monotonic()
         engine.send({"id": 1, **LONG})
         assert engine.code() == 11
         assert 0.5 <= time.monotonic() - began < 10
         assert "the reader took nothing" in engine.complaints()
-    os.close(reads)
 
 
 def test_an_event_larger_than_the_pipe(tiny: Path) -> None:
     """It is written in pieces that never block: to a reader that reads nothing the time-out applies as well."""
-    reads, writes = os.pipe()
-    fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, 4096)
-    with Stdio(tiny, "--write-timeout", 500, stdout=writes) as engine:
-        os.close(writes)
-        engine.reads = reads
-        engine.ready()
+    with narrow(tiny, "--write-timeout", 500) as engine:
         large = {"op": "tokenize", "text": "x y z " * 10_000}
         assert len(engine.answer({"id": 1, **large})[0]["tokens"]) > 10_000
         engine.send({"id": 2, **large})
         assert engine.code() == 11
-    os.close(reads)
 
 
 def test_waiting_for_a_reader_costs_nothing(tiny: Path) -> None:
     """Also when the input has ended, which `poll` would go on reporting."""
-    reads, writes = os.pipe()
-    fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, 4096)
-    with Stdio(tiny, stdout=writes) as engine:
-        os.close(writes)
-        engine.reads = reads
-        engine.ready()
+    with narrow(tiny) as engine:
         engine.send({"id": 1, **LONG}, *({"id": 2, "op": "tokenize", "text": "x" * 1000} for _ in range(4000)))
         engine.end_input()
         time.sleep(0.5)
@@ -450,16 +446,10 @@ def test_waiting_for_a_reader_costs_nothing(tiny: Path) -> None:
         before = ticks()
         time.sleep(0.5)
         assert ticks() - before <= 0.1 * os.sysconf("SC_CLK_TCK")
-    os.close(reads)
 
 
 def test_a_slow_reader_can_still_cancel(tiny: Path) -> None:
-    reads, writes = os.pipe()
-    fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, 4096)
-    with Stdio(tiny, stdout=writes) as engine:
-        os.close(writes)
-        engine.reads = reads
-        engine.ready()
+    with narrow(tiny) as engine:
         engine.send({"id": 1, **LONG})
         time.sleep(0.5)  # by now the pipe is full
         engine.send({"id": 2, "op": "cancel", "target": 1})
@@ -469,7 +459,6 @@ def test_a_slow_reader_can_still_cancel(tiny: Path) -> None:
         # One event was being written, and waits no longer than its reader; then the request is over.
         assert sum(each.get("token") is not None for each in events[place:]) <= 1
         assert events[-1]["usage"]["completion_tokens"] < 200
-    os.close(reads)
 
 
 def test_a_client_that_only_writes(tiny: Path) -> None:
@@ -515,19 +504,13 @@ def test_sigint_when_idle(tiny: Path) -> None:
 
 
 def test_sigterm_with_a_blocked_reader(tiny: Path) -> None:
-    reads, writes = os.pipe()
-    fcntl.fcntl(writes, fcntl.F_SETPIPE_SZ, 4096)
-    with Stdio(tiny, stdout=writes) as engine:
-        os.close(writes)
-        engine.reads = reads
-        engine.ready()
+    with narrow(tiny) as engine:
         engine.send({"id": 1, **LONG})
         time.sleep(0.5)
         began = time.monotonic()
         engine.process.terminate()
         assert engine.code() == -signal.SIGTERM
         assert time.monotonic() - began < 5
-    os.close(reads)
 
 
 @pytest.mark.model

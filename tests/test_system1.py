@@ -1,16 +1,15 @@
 """`reflex system1` as a process: what it prints, and the exit code a script branches on."""
 
 import json
-import os
-import pty
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.wire import ROOT, on_a_terminal
+
 COMMAND = [sys.executable, "-m", "reflex_ipc", "system1"]
-ROOT = Path(__file__).parents[1]
 CAPITALS = ["The capital of France is", "-a", " Paris", "-a", " London", "-a", " Berlin"]
 
 pytestmark = pytest.mark.model
@@ -80,24 +79,7 @@ def test_end_of_turn_separates_prefixes(smollm2: Path) -> None:
 
 
 def test_table_on_a_terminal(smollm2: Path) -> None:
-    parent, child = pty.openpty()
-    process = subprocess.Popen(
-        [*COMMAND, str(smollm2), *CAPITALS],
-        stdin=subprocess.DEVNULL,
-        stdout=child,
-        cwd=ROOT,
-        env={**os.environ, "NO_COLOR": "1"},
-    )
-    os.close(child)
-    shown = b""
-    while True:
-        try:
-            piece = os.read(parent, 4096)
-        except OSError:  # the terminal's other end is gone
-            break
-        shown += piece
-    assert process.wait(30) == 0
-    os.close(parent)
+    shown = on_a_terminal([*COMMAND, str(smollm2), *CAPITALS], NO_COLOR="1")
     text = shown.decode()
     assert "█" in text and "entropy" in text and "\x1b" not in text
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import select
 import signal
 import socket
@@ -171,3 +172,21 @@ def resident_kilobytes(pid: int) -> int:
         if line.startswith("RssAnon:"):
             return int(line.split()[1])
     raise AssertionError("no RssAnon")
+
+
+def on_a_terminal(command: list[str], **env: str) -> bytes:
+    """What a command shows on a terminal until it has ended well."""
+    parent, child = pty.openpty()
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=child, stderr=subprocess.DEVNULL, cwd=ROOT, env={**os.environ, **env}
+    )
+    os.close(child)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(parent, 4096)
+        except OSError:  # the terminal's other end is gone
+            break
+    assert process.wait(30) == 0
+    os.close(parent)
+    return shown

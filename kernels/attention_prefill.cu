@@ -14,7 +14,7 @@
 #include "cache.cuh"
 #include "mma.cuh"
 
-using reflex::load_matrices, reflex::load_matrices_transposed, reflex::mma, reflex::pack_halves, reflex::shared_address;
+using reflex::load_matrices, reflex::load_matrices_transposed, reflex::mma, reflex::pack_halves;
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
@@ -121,12 +121,12 @@ __device__ __forceinline__ void attend(const Prefill &a) {
 #pragma unroll
         for (int k = 0; k < WIDTH; k += 16) {
             unsigned high[4], low[4];
-            load_matrices(high, shared_address(&s.high[warp * 16 + lane % 16][k + lane / 16 * 8]));
-            load_matrices(low, shared_address(&s.low[warp * 16 + lane % 16][k + lane / 16 * 8]));
+            load_matrices(high, &s.high[warp * 16 + lane % 16][k + lane / 16 * 8]);
+            load_matrices(low, &s.low[warp * 16 + lane % 16][k + lane / 16 * 8]);
 #pragma unroll
             for (int j = 0; j < COLUMNS / 8; j += 2) {
                 unsigned keys[4];
-                load_matrices(keys, shared_address(&s.tile[j * 8 + lane / 16 * 8 + lane % 8][k + lane / 8 % 2 * 8]));
+                load_matrices(keys, &s.tile[j * 8 + lane / 16 * 8 + lane % 8][k + lane / 8 % 2 * 8]);
                 mma(scores[j], low, keys[0], keys[1]);
                 mma(scores[j], high, keys[0], keys[1]);
                 mma(scores[j + 1], low, keys[2], keys[3]);
@@ -186,7 +186,7 @@ __device__ __forceinline__ void attend(const Prefill &a) {
 #pragma unroll
             for (int j = 0; j < WIDTH / 8; j += 2) {
                 unsigned values[4];
-                load_matrices_transposed(values, shared_address(&s.tile[k + lane % 16][j * 8 + lane / 16 * 8]));
+                load_matrices_transposed(values, &s.tile[k + lane % 16][j * 8 + lane / 16 * 8]);
                 mma(out[j], weights, values[0], values[1]);
                 mma(out[j + 1], weights, values[2], values[3]);
             }

@@ -27,17 +27,20 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
 #endif
 }
 
-// Four 8 x 8 matrices of halves; lanes 8 i .. 8 i + 7 give the shared-memory addresses of matrix i's rows. Between these
+// Four 8 x 8 matrices of halves; lanes 8 i .. 8 i + 7 say where in shared memory matrix i's rows are. Between these
 // and what writes the rows stands a barrier, which the compiler keeps in its place.
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address));
 }
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
+  load_matrices(r, shared_address(row));
+}
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address));
+               : "r"(shared_address(row)));
 }
 
 // A load that stays where it is written.

@@ -17,7 +17,7 @@ from reflex_ipc.cuda.buffers import Columns
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.executor import CudaExecutor, Weights, _mask
 from reflex_ipc.cuda.fuse import alone, fused
-from reflex_ipc.errors import CancelledError, OutOfMemoryError, UnsupportedModelError
+from reflex_ipc.errors import CancelledError, OutOfMemoryError, ReflexError, UnsupportedModelError
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.ops import inputs
 from reflex_ipc.plan import PARENT_NONE, Step

@@ -50,22 +50,23 @@ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
 
 // Of each of four matrices the two halves that are this lane's.
 template <bool transposed>
-void load_eights(uint32_t (&r)[4], uint32_t address) {
+void load_eights(uint32_t (&r)[4], const void *row) {
     auto *slots = (unsigned char(*)[32])warp_slots();
     int lane = threadIdx.x % 32;
-    memcpy(slots[lane], &address, 4);
+    memcpy(slots[lane], &row, sizeof row);
     __syncwarp();
     for (int m = 0; m < 4; m++)
         for (int i = 0; i < 2; i++) {
-            int row = transposed ? lane % 4 * 2 + i : lane / 4, column = transposed ? lane / 4 : lane % 4 * 2 + i;
-            uint32_t begin;
-            memcpy(&begin, slots[8 * m + row], 4);
-            memcpy((half *)&r[m] + i, emulated_shared + begin + 2 * column, 2);
+            int from = transposed ? lane % 4 * 2 + i : lane / 4, column = transposed ? lane / 4 : lane % 4 * 2 + i;
+            const half *begin;
+            memcpy(&begin, slots[8 * m + from], sizeof begin);
+            memcpy((half *)&r[m] + i, begin + column, 2);
         }
     __syncwarp();
 }
-inline void load_matrices(uint32_t (&r)[4], uint32_t address) { load_eights<false>(r, address); }
-inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) { load_eights<true>(r, address); }
+inline void load_matrices(uint32_t (&r)[4], const void *row) { load_eights<false>(r, row); }
+inline void load_matrices(uint32_t (&r)[4], uint32_t address) { load_matrices(r, emulated_shared + address); }
+inline void load_matrices_transposed(uint32_t (&r)[4], const void *row) { load_eights<true>(r, row); }
 
 inline uint4 load_now(const uint4 *p) { return *p; }
 

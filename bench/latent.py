@@ -46,7 +46,8 @@ from reflex_ipc.cuda.launch import Kernels, Launch  # noqa: E402
 from reflex_ipc.cuda.lower import Lowering  # noqa: E402
 from reflex_ipc.cuda.places import Places, Shape  # noqa: E402
 from reflex_ipc.gguf import TYPES, Tensor  # noqa: E402
-from reflex_ipc.plan import LatentAttention, Plan, Value  # noqa: E402
+from reflex_ipc.ops import LatentAttention, Value  # noqa: E402
+from reflex_ipc.plan import Plan  # noqa: E402
 
 
 class Layers(Lowering):

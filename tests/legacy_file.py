@@ -18,7 +18,7 @@ from reflex_ipc.check import relative_error
 from reflex_ipc.cuda.executor import CudaExecutor
 from reflex_ipc.cuda.fuse import Group
 from reflex_ipc.gguf import TYPES
-from reflex_ipc.plan import LatentAttention
+from reflex_ipc.ops import LatentAttention
 from reflex_ipc.reference.dequant import dequantise
 from reflex_ipc.reference.ops import FUNCTIONS, Run
 

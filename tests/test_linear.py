@@ -13,7 +13,7 @@ from reflex_ipc.errors import UnsupportedModelError
 KERNELS = Path(__file__).parent.parent / "kernels"
 LARGE, SMALL = Limits(132, 227 << 10), Limits(40, 64 << 10)  # compute capability 9.0 and 7.5
 SCRATCH = 1 << 40
-ROWS = (1, 2, 5, 8, 9, 33, 64, 65, 512, 4096)
+ROWS = (1, 2, 5, 8, 9, 24, 33, 45, 64, 65, 512, 4096)
 
 
 def defined():
@@ -25,7 +25,10 @@ def defined():
         names.update(re.findall(r"REFLEX_MATVEC\((\w+),", text))
         names.update(f"grouped_{kind}" for kind in re.findall(r"REFLEX_FORMAT\((\w+),", text))
         for kind in re.findall(r"REFLEX_(?:DENSE_)?FORMAT\((\w+),", text):
-            names.update([f"matvec_{kind}", f"widen_{kind}", *(f"mma_{kind}_{width}" for width in linear.WIDTHS)])
+            widths = [width for width in linear.WIDTHS if width not in linear.MORE_WIDTHS]
+            names.update([f"matvec_{kind}", f"widen_{kind}", *(f"mma_{kind}_{width}" for width in widths)])
+        for kind in re.findall(r"REFLEX_MORE_WIDTHS\((\w+),", text):
+            names.update(f"mma_{kind}_{width}" for width in linear.MORE_WIDTHS)
     return names
 
 

@@ -93,7 +93,12 @@ class Bench:
     """The device, and memory for everything."""
 
     def __init__(self, device: Device, lib: str, dependent: bool) -> None:
-        self.device, self.stream, self.kernels, self.dependent = device, device.stream(), Kernels(device, lib), dependent
+        self.device, self.stream, self.kernels, self.dependent = (
+            device,
+            device.stream(),
+            Kernels(device, lib),
+            dependent,
+        )
         self.limits = Limits(device.attribute(device.MULTIPROCESSORS), device.attribute(device.SHARED_PER_BLOCK))
         self.memory: list[Any] = []
         self.pool, self.x, self.out = self.take(POOL), self.take(128 * 12288 * 4), self.take(128 * 24576 * 4)
@@ -172,7 +177,8 @@ class Bench:
         return Input(self.x, m, product.n_in, product.n_in)
 
     def time(self, way: "Way", kind: str, product: Product, m: int) -> float:
-        layers, place, size = [], 0, 0
+        layers: list[list[Call]] = []
+        place = size = 0
         first, each = self.matrices(kind, product, 0)
         while place + each <= POOL and size < max(BEYOND_CACHE, 3 * each) and len(layers) < 64:
             matrices, end = self.matrices(kind, product, place)

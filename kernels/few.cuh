@@ -153,43 +153,43 @@ __device__ __forceinline__ void few(const FewArgs& args) {
       }
       const uint8_t* x_slice = x_stage + slice * (8 * W::runs) * S::place;
 #pragma unroll
-      for (int k = 0; k < W::runs; ++k) {
+      for (int j = 0; j < W::runs / W::group; ++j) {  // runs of one power of two
         float power0 = 1, power1 = 1, inverse0 = 1, inverse1 = 1;
         if constexpr (W::is_scaled) {
-          power0 = power_above(bounds[k / W::group] << 16);
-          power1 = power_above(bounds[k / W::group] & 0xffff0000u);
+          power0 = power_above(bounds[j] << 16), power1 = power_above(bounds[j] & 0xffff0000u);
           inverse0 = reciprocal_of_power(power0), inverse1 = reciprocal_of_power(power1);
         }
-        uint32_t h0[8], h1[8];
-        W::to_half(a0, k, inverse0, h0);
-        W::to_half(a1, k, inverse1, h1);
+        uint32_t h0[W::group][8], h1[W::group][8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) asm volatile("" : "+r"(h0[i]), "+r"(h1[i]));  // here, not earlier
+        for (int k = 0; k < W::group; ++k) {
+          W::to_half(a0, j * W::group + k, inverse0, h0[k]);
+          W::to_half(a1, j * W::group + k, inverse1, h1[k]);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) asm volatile("" : "+r"(h0[k][i]), "+r"(h1[k][i]));  // here, not earlier
+        }
         // Two or three products side by side: one alone would wait for itself.
         constexpr int at_once = N / 8 % 2 ? 3 : 2;
 #pragma unroll
         for (int n = 0; n < N / 8; n += at_once) {
           float c[at_once][4] = {};
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
+          for (int half = 0; half < 2 * W::group; ++half) {
             uint4 b[at_once];
+            const uint32_t(&u)[8] = h0[half / 2], (&v)[8] = h1[half / 2];
+            const int q = half % 2 * 4;
 #pragma unroll
             for (int i = 0; i < at_once; ++i) {
               if (n + i < N / 8) {
-                b[i] = *reinterpret_cast<const uint4*>(x_slice + (8 * k + 4 * half) * S::place + 128 * (n + i));
+                b[i] = *reinterpret_cast<const uint4*>(x_slice + 4 * (2 * W::group * j + half) * S::place + 128 * (n + i));
               }
             }
 #pragma unroll
             for (int i = 0; i < at_once; ++i) {
-              if (n + i < N / 8) {
-                mma(c[i], {h0[4 * half], h1[4 * half], h0[4 * half + 1], h1[4 * half + 1]}, b[i].x, b[i].y);
-              }
+              if (n + i < N / 8) mma(c[i], {u[q], v[q], u[q + 1], v[q + 1]}, b[i].x, b[i].y);
             }
 #pragma unroll
             for (int i = 0; i < at_once; ++i) {
-              if (n + i < N / 8) {
-                mma(c[i], {h0[4 * half + 2], h1[4 * half + 2], h0[4 * half + 3], h1[4 * half + 3]}, b[i].z, b[i].w);
-              }
+              if (n + i < N / 8) mma(c[i], {u[q + 2], v[q + 2], u[q + 3], v[q + 3]}, b[i].z, b[i].w);
             }
           }
 #pragma unroll

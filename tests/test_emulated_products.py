@@ -21,7 +21,16 @@ KERNELS = Path(launch.LIB) / "sm_90a" / "kernels.txt"
 pytestmark = pytest.mark.skipif(not KERNELS.exists(), reason="the kernels are not built: kernels/build.py all")
 
 LIMITS = Limits(4, 227 << 10)
-SCALES = {"Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q5_0": [0], "Q6_K": [208], "Q8_0": [0], "IQ3_S": [0], "MXFP4": []}
+SCALES = {
+    "Q3_K": [108],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q5_0": [0],
+    "Q6_K": [208],
+    "Q8_0": [0],
+    "IQ3_S": [0],
+    "MXFP4": [],
+}
 TYPES = ["F16", "BF16", *SCALES]
 EXACT = 2e-6
 """Of exact products: two halves have 22 bits, and float32 adds them up."""

@@ -84,6 +84,12 @@ def test_scratch_holds_everything(kind, swiglu):
                 elif call.kernel == "prepare_float_rows":
                     _, _, out, _, m, columns, *_ = unpack_from("<4Q6if4x", data)
                     used += [(out, 4 * m * columns)]
+                elif call.kernel.startswith("mma_") and not call.kernel.endswith("_8"):
+                    _, _, sums, m, _, _, _, _, parts, part_stages, stages, n_sum = unpack_from("<3Q9i", data)
+                    assert call.grid[2] == parts and (parts > 1) == bool(sums) and 2 <= stages <= 4
+                    columns = linear.FORMATS[kind].few_columns
+                    assert (parts - 1) * part_stages * columns < width <= parts * part_stages * columns
+                    used += [(sums, 4 * parts * m * n_sum)] if sums else []
                 elif call.kernel.startswith("widen"):
                     _, out, scale, rows, _, stride, step, first = unpack_from("<3Q5i4x", data)
                     used += [

@@ -20,7 +20,7 @@ namespace reflex {
 
 // At most: 128 registers a thread, or 168 where there is more to hold.
 template <class Format, int N>
-constexpr int few_threads = Operand<Format>::runs * N > 64 ? 384 : 512;
+constexpr int few_threads = Operand<Format>::runs * N > 64 || N > 48 ? 384 : 512;
 
 template <class Format, int N>
 struct Stage {
@@ -232,8 +232,8 @@ __device__ __forceinline__ void few(const FewArgs& args) {
 
 }  // namespace reflex
 
-#define REFLEX_FEW(NAME, FORMAT, N)                                                      \
-  extern "C" __global__ void __launch_bounds__((reflex::few_threads<reflex::FORMAT, N>)) \
-      NAME(const __grid_constant__ reflex::FewArgs args) {                               \
-    reflex::few<reflex::FORMAT, N>(args);                                                \
+#define REFLEX_FEW(NAME, FORMAT, N)                                                         \
+  extern "C" __global__ void __launch_bounds__((reflex::few_threads<reflex::FORMAT, N>), 1) \
+      NAME(const __grid_constant__ reflex::FewArgs args) {                                  \
+    reflex::few<reflex::FORMAT, N>(args);                                                   \
   }

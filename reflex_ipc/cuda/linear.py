@@ -540,7 +540,7 @@ def _few_tiles(rows: Sequence[int], warps: int, swiglu: bool) -> int:
 def few_shapes(limits: Limits, kind: str, width: int) -> list[tuple[int, int, int, int]]:
     """(warps of a block, blocks of a multiprocessor at a time, stages, bytes of shared memory) that are possible."""
     form = FORMATS[kind]
-    most = 12 if form.piece // 16 * width > 64 else 16  # registers suffice for so many
+    most = 12 if form.piece // 16 * width > 64 or width > 48 else 16  # registers suffice for so many
     found = []
     for warps in (4, 6, 8, 12, 16):
         stage = form.few_columns // 8 * 16 * (width + 2) + warps * 16 * form.few_slot

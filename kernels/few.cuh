@@ -232,8 +232,10 @@ __device__ __forceinline__ void few(const FewArgs& args) {
 
 }  // namespace reflex
 
-#define REFLEX_FEW(NAME, FORMAT, N)                                                         \
-  extern "C" __global__ void __launch_bounds__((reflex::few_threads<reflex::FORMAT, N>), 1) \
-      NAME(const __grid_constant__ reflex::FewArgs args) {                                  \
-    reflex::few<reflex::FORMAT, N>(args);                                                   \
+// One block a multiprocessor, said where the compiler would spare registers for a second and spill.
+#define REFLEX_FEW(NAME, FORMAT, N)                                                             \
+  extern "C" __global__ void __launch_bounds__((reflex::few_threads<reflex::FORMAT, N>),        \
+                                               (reflex::few_threads<reflex::FORMAT, N> == 512)) \
+      NAME(const __grid_constant__ reflex::FewArgs args) {                                      \
+    reflex::few<reflex::FORMAT, N>(args);                                                       \
   }

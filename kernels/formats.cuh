@@ -1,6 +1,7 @@
 // The kernels of one weight format; linear_*.cu are lists of these, so that a start loads only the formats it needs.
 #pragma once
 
+#include "few.cuh"
 #include "grouped.cuh"
 #include "matmul.cuh"
 #include "matvec.cuh"
@@ -9,11 +10,17 @@
 #define REFLEX_DENSE_FORMAT(NAME, FORMAT)      \
   REFLEX_MATVEC(matvec_##NAME, FORMAT, FORMAT) \
   REFLEX_MATMUL(mma_##NAME##_8, FORMAT, 8)     \
-  REFLEX_MATMUL(mma_##NAME##_16, FORMAT, 16)   \
-  REFLEX_MATMUL(mma_##NAME##_32, FORMAT, 32)   \
-  REFLEX_MATMUL(mma_##NAME##_64, FORMAT, 64)   \
+  REFLEX_FEW(mma_##NAME##_16, FORMAT, 16)      \
+  REFLEX_FEW(mma_##NAME##_32, FORMAT, 32)      \
+  REFLEX_FEW(mma_##NAME##_64, FORMAT, 64)      \
   REFLEX_WIDEN(widen_##NAME, FORMAT)
 
 #define REFLEX_FORMAT(NAME, FORMAT) \
   REFLEX_DENSE_FORMAT(NAME, FORMAT) \
   REFLEX_GROUPED(grouped_##NAME, FORMAT)
+
+// Of the types that most models are made of.
+#define REFLEX_MORE_WIDTHS(NAME, FORMAT)  \
+  REFLEX_FEW(mma_##NAME##_24, FORMAT, 24) \
+  REFLEX_FEW(mma_##NAME##_40, FORMAT, 40) \
+  REFLEX_FEW(mma_##NAME##_48, FORMAT, 48)

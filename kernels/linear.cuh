@@ -18,6 +18,22 @@ struct Matrix {
   int n_out, out_stride;
 };
 
+// What `few` (few.cuh) and `add_parts` (rows.cu) work on.
+struct FewArgs {
+  const uint4* x;        // halves (n_padded / 8, n_rows, 8), n_padded the next multiple of 256 of n_in
+  const float* x_scale;  // (n_rows)
+  float* sums;           // (parts, m, n_sum), not yet times x_scale; or null: there is one part
+  int m;                 // rows of x that count
+  int n_rows;            // a multiple of N
+  int n_in;
+  int n_matrix;
+  int swiglu;
+  int parts, part_stages;  // of the columns, and stages of each but the last
+  int stages;              // in shared memory, 2 to 4
+  int n_sum;               // rows of all matrices
+  Matrix matrix[max_matrices];
+};
+
 // --- floats: the memory side of F32, F16 and BF16 ------------------------------------------------------------------
 
 struct F32 {
@@ -91,6 +107,21 @@ __device__ __forceinline__ void let_successor_start() {
 // --- arithmetic ----------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+
+// A sum to where it belongs, element `row` of row `m` of the result; with `up` that of gate and of up, v and w.
+__device__ __forceinline__ void put(const Matrix& matrix, const Matrix* up, int row, int m, float scale, float v,
+                                    float w) {
+  v *= scale;
+  if (matrix.bias) v += matrix.bias[row];
+  if (up) {
+    w *= scale;
+    if (up->bias) w += up->bias[row];
+    v = silu(v) * w;
+  }
+  const size_t at = (size_t)m * matrix.out_stride + row;
+  if (matrix.residual) v += matrix.residual[at];
+  matrix.out[at] = v;
+}
 
 // Bits of |x|: they order as magnitudes do, with infinities and then NaN on top, so that a maximum keeps a NaN.
 __device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }

@@ -2,9 +2,9 @@
 // it, so that no exponent is out of range and no block with a small scale next to one with a large scale matters less
 // than it should: what is lost is below 2^-24 of the greatest weight around.
 //
-//   runs, block_pieces, block_bytes, block_elements   as in dequant.cuh
+//   runs, group, block_pieces, block_bytes, block_elements   as in dequant.cuh
 //   is_scaled       false where halves are taken as they are
-//   fetch           memory reads only; `left` elements of the row begin at the block (floats); Raw{} is all zeros
+//   fetch           reads of global or shared memory only; `left` elements of the row begin at the block (floats); Raw{} is all zeros
 //   unpack          a Raw to the levels and scales of its runs
 //   bound           bits of a magnitude that no element of a run exceeds
 //   to_half         a run times `inverse`, in element order
@@ -20,11 +20,13 @@ template <class Format, bool floats = is_float<Format>>
 struct Operand {
   using Raw = typename Format::Raw;
   using Parts = RunsOf<Format>;
-  static constexpr int runs = Format::runs, block_pieces = pieces<Format>, block_bytes = Format::bytes;
+  static constexpr int runs = Format::runs, group = Format::group;
+  static constexpr int block_pieces = pieces<Format>, block_bytes = Format::bytes;
   static constexpr int block_elements = Format::elements;
   static constexpr bool is_scaled = true;
 
-  static __device__ __forceinline__ Raw fetch(const uint8_t* block, int within, int, bool) {
+  template <class Bytes>
+  static __device__ __forceinline__ Raw fetch(Bytes block, int within, int, bool) {
     return Format::fetch(block, within);
   }
   static __device__ __forceinline__ constexpr int position(int within, int run) {
@@ -72,10 +74,11 @@ struct Operand<Format, true> {
     Words<4, 16> w[2];
   };
   using Parts = Raw;
-  static constexpr int runs = 1, block_pieces = 1, block_bytes = 32, block_elements = 16;
+  static constexpr int runs = 1, group = 1, block_pieces = 1, block_bytes = 32, block_elements = 16;
   static constexpr bool is_scaled = is_same<Format, BF16>::value;
 
-  static __device__ __forceinline__ Raw fetch(const uint8_t* block, int, int left, bool aligned) {
+  template <class Bytes>
+  static __device__ __forceinline__ Raw fetch(Bytes block, int, int left, bool aligned) {
     Raw raw;
     load_floats<Format>(block, left, aligned, raw.w[0]);
     load_floats<Format>(block + 16, left - 8, aligned, raw.w[1]);

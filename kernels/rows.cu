@@ -5,6 +5,8 @@
 // 2^15, which also leaves 2^29 below it before precision is lost. NaN and infinity stay what they are. With a low plane
 // what the halves lose is kept too, as halves again: 22 bits in all.
 // prepare_float_rows: the normalised rows as float32, for float32 weights.
+// add_parts: the sums of parts of the columns (few.cuh), added in order, to the result. Launch: 256 threads, grid
+// (ceil(rows of all matrices / 256), m), with SwiGLU those of one.
 //
 // Launch: 256 threads, a block a row of the result; rows from `m` on are zeros. `n_padded` is a multiple of 8.
 #include "linear.cuh"
@@ -91,4 +93,23 @@ extern "C" __global__ void __launch_bounds__(rows_threads) prepare_float_rows(co
   float* out = static_cast<float*>(args.out) + (size_t)blockIdx.x * args.n_padded;
   const float factor = inverse_rms<rows_threads>(x, args.n, args.eps, partial);
   for (int i = threadIdx.x; i < args.n; i += rows_threads) out[i] = x[i] * factor * __ldg(args.norm + i);
+}
+
+extern "C" __global__ void __launch_bounds__(rows_threads) add_parts(const __grid_constant__ FewArgs args) {
+  int row = blockIdx.x * rows_threads + threadIdx.x;
+  const int m = blockIdx.y;
+  let_successor_start();
+  wait_for_predecessor();
+  if (row >= (args.swiglu ? args.matrix[0].n_out : args.n_sum)) return;
+  auto sum = [&](int i) {
+    const float* from = args.sums + (size_t)m * args.n_sum + i;
+    float v = 0;
+#pragma unroll 4
+    for (int part = 0; part < args.parts; ++part) v += from[(size_t)part * args.m * args.n_sum];
+    return v;
+  };
+  const float v = sum(row), w = args.swiglu ? sum(row + args.matrix[0].n_out) : 0.0f;
+  int which = 0;
+  while (row >= args.matrix[which].n_out) row -= args.matrix[which++].n_out;
+  put(args.matrix[which], args.swiglu ? &args.matrix[1] : nullptr, row, m, args.x_scale[m], v, w);
 }

@@ -21,7 +21,16 @@ KERNELS = Path(launch.LIB) / "sm_90a" / "kernels.txt"
 pytestmark = pytest.mark.skipif(not KERNELS.exists(), reason="the kernels are not built: kernels/build.py all")
 
 LIMITS = Limits(4, 227 << 10)
-SCALES = {"Q3_K": [108], "Q4_K": [0, 2], "Q5_0": [0], "Q6_K": [208], "Q8_0": [0], "IQ3_S": [0], "MXFP4": []}
+SCALES = {
+    "Q3_K": [108],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q5_0": [0],
+    "Q6_K": [208],
+    "Q8_0": [0],
+    "IQ3_S": [0],
+    "MXFP4": [],
+}
 TYPES = ["F16", "BF16", *SCALES]
 EXACT = 2e-6
 """Of exact products: two halves have 22 bits, and float32 adds them up."""
@@ -102,6 +111,61 @@ def test_rows(run, name, m, exact):
     found = error(got[:, :n_out], x @ w.T, np.sqrt((x * x) @ (w * w).T))
     assert found < (EXACT if exact else 9e-4)
     assert exact or found > 1e-5, "half precision is what it says"
+
+
+SHAPES = {
+    "one block, in parts of the columns": ("Q4_K", 24, 40, 1024, LIMITS),
+    "three stages in turns": ("Q5_K", 64, 200, 2048, Limits(1, 227 << 10)),
+    "two blocks of rows, for want of shared memory": ("Q6_K", 40, 70, 768, Limits(4, 60 << 10)),
+    "a last stage that is not full": ("Q8_0", 24, 33, 1056, LIMITS),
+    "rows that begin anywhere": ("F16", 23, 33, 510, LIMITS),
+    "bytes that begin anywhere": ("MXFP4", 17, 70, 992, LIMITS),
+    "half a block a slice": ("IQ3_S", 20, 50, 768, LIMITS),
+    **{f"{width} rows at once": ("Q4_K", width, 20, 512, LIMITS) for width in (16, 24, 32, 40, 48, 64)},
+}
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("case", SHAPES)
+def test_few_rows(run, case, swiglu):
+    """Stages in shared memory; bias, residual and SwiGLU, at once and after parts; matrices beside each other."""
+    name, m, n_out, n_in, limits = SHAPES[case]
+    rng = np.random.default_rng([m, n_in, swiglu])
+    x, norm = room(rows(m, n_in, rng), np.float32), room(rng.uniform(0.02, 0.08, n_in).astype(np.float32), np.float32)
+    wide = x.reshape(m, n_in).astype(np.float64)
+    wide = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-6) * norm
+    keep, matrices, sides = [], [], []
+    for n in (n_out, n_out if swiglu else n_out // 2 + 1):
+        raw, w = weight(name, n, n_in, rng)
+        before = rng.standard_normal((m, n)).astype(np.float32)
+        at, bias, out = room(raw), room(rng.standard_normal(n).astype(np.float32), np.float32), room(before, np.float32)
+        keep.append((at, bias, out, before))
+        matrices.append(Matrix(name, at.ctypes.data, n, out.ctypes.data, n, bias.ctypes.data, out.ctypes.data))
+        terms = bias**2 if swiglu else bias**2 + before.astype(np.float64) ** 2
+        sides.append((wide @ w.T + bias, np.sqrt((wide**2) @ (w**2).T + terms)))
+    scratch = room(np.full(linear.scratch_bytes(m, n_in, matrices, swiglu), 0xFF, np.uint8))
+    entry = Input(x.ctypes.data, m, n_in, n_in, norm.ctypes.data, 1e-6)
+    calls = linear.linear(limits, entry, matrices, scratch.ctypes.data, swiglu=swiglu)
+    names = run(calls)
+    assert names[0] == "prepare_rows" and names[1].startswith(f"mma_{name.lower()}_")
+    assert (names[2:] == ["add_parts"]) == (calls[1].grid[2] > 1)
+    if "parts" in case or "turns" in case:
+        assert (calls[1].grid[2] > 1) == ("parts" in case)
+    assert calls[1].grid[1] == (2 if "two blocks" in case else 1)
+    outs = [out.reshape(m, -1) for _, _, out, _ in keep]
+    if swiglu:
+        (gate, gate_size), (up, up_size) = sides
+        silu = gate / (1 + np.exp(-gate))
+        size = 1.1 * gate_size * np.abs(up) + np.abs(silu) * up_size + np.abs(keep[0][3])
+        assert error(outs[0], silu * up + keep[0][3], size) < 9e-4
+    else:
+        for out, (expected, size), (*_, before) in zip(outs, sides, keep, strict=True):
+            assert error(out, expected + before, size) < 9e-4
+    first = [out.tobytes() for out in outs]
+    for *_, out, before in keep:
+        out[:] = before.reshape(-1)
+    run(calls)
+    assert [out.tobytes() for out in outs] == first
 
 
 @pytest.mark.parametrize("swiglu", [False, True])

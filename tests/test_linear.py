@@ -13,7 +13,7 @@ from reflex_ipc.errors import UnsupportedModelError
 KERNELS = Path(__file__).parent.parent / "kernels"
 LARGE, SMALL = Limits(132, 227 << 10), Limits(40, 64 << 10)  # compute capability 9.0 and 7.5
 SCRATCH = 1 << 40
-ROWS = (1, 2, 5, 8, 9, 33, 64, 65, 512, 4096)
+ROWS = (1, 2, 5, 8, 9, 24, 33, 45, 64, 65, 512, 4096)
 
 
 def defined():
@@ -25,7 +25,10 @@ def defined():
         names.update(re.findall(r"REFLEX_MATVEC\((\w+),", text))
         names.update(f"grouped_{kind}" for kind in re.findall(r"REFLEX_FORMAT\((\w+),", text))
         for kind in re.findall(r"REFLEX_(?:DENSE_)?FORMAT\((\w+),", text):
-            names.update([f"matvec_{kind}", f"widen_{kind}", *(f"mma_{kind}_{width}" for width in linear.WIDTHS)])
+            widths = [width for width in linear.WIDTHS if width not in linear.MORE_WIDTHS]
+            names.update([f"matvec_{kind}", f"widen_{kind}", *(f"mma_{kind}_{width}" for width in widths)])
+        for kind in re.findall(r"REFLEX_MORE_WIDTHS\((\w+),", text):
+            names.update(f"mma_{kind}_{width}" for width in linear.MORE_WIDTHS)
     return names
 
 
@@ -81,6 +84,12 @@ def test_scratch_holds_everything(kind, swiglu):
                 elif call.kernel == "prepare_float_rows":
                     _, _, out, _, m, columns, *_ = unpack_from("<4Q6if4x", data)
                     used += [(out, 4 * m * columns)]
+                elif call.kernel.startswith("mma_") and not call.kernel.endswith("_8"):
+                    _, _, sums, m, _, _, _, _, parts, part_stages, stages, n_sum = unpack_from("<3Q9i", data)
+                    assert call.grid[2] == parts and (parts > 1) == bool(sums) and 2 <= stages <= 4
+                    columns = linear.FORMATS[kind].few_columns
+                    assert (parts - 1) * part_stages * columns < width <= parts * part_stages * columns
+                    used += [(sums, 4 * parts * m * n_sum)] if sums else []
                 elif call.kernel.startswith("widen"):
                     _, out, scale, rows, _, stride, step, first = unpack_from("<3Q5i4x", data)
                     used += [

@@ -5,6 +5,7 @@ with weights dequantised on the way for a few, and for many a scratch of half-pr
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from struct import Struct
 from typing import NamedTuple
 
@@ -22,6 +23,19 @@ class Format(NamedTuple):
     block: int
     """Elements of a block: columns are cut at multiples."""
     block_bytes: int
+
+    @property
+    def few_columns(self) -> int:
+        """Columns of a stage of `few.cuh`."""
+        block_pieces = self.block // self.piece
+        return 4 * self.piece * (block_pieces // 4 if block_pieces > 4 else 2 if self.piece == 16 else 1)
+
+    @property
+    def few_slot(self) -> int:
+        """Bytes of a row of it: an odd number of 16, with room for a row that begins elsewhere than at a multiple."""
+        size = self.few_columns * self.block_bytes // self.block
+        chunks = size // 16 if self.block > 1 and self.block_bytes % 16 == 0 else (size + 30) // 16
+        return 16 * (chunks | 1)
 
     @property
     def rows(self) -> int:
@@ -81,8 +95,11 @@ PAIRS = (
 )
 """Types that share a matrix-vector kernel: what llama.cpp's mixes put beside each other in one layer."""
 
-WIDTHS = (8, 16, 32, 64)
-"""Rows of x that the kernels with dequantisation on the way multiply at once."""
+WIDTHS = (8, 16, 24, 32, 40, 48, 64)
+"""Rows of x that the kernels with dequantisation on the way multiply at once,"""
+MORE_WIDTHS = (24, 40, 48)
+"""and those of them that are compiled only for"""
+COMMON = ("F16", "BF16", "Q4_0", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 
 FEW = 64
 """Up to so many rows weights are dequantised on the way; above, into scratch."""
@@ -103,11 +120,14 @@ _STAGES = 2  # of a ring of matvec at most
 _PER_MULTIPROCESSOR = 2  # blocks of matvec at a time
 _SLOTS = 32  # of an expert that are multiplied at once
 _GROUPED_WARPS = 4
+_SUMS = 16 << 20  # bytes of scratch for sums of parts of the columns at most
+_PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
 _DENSE = ("F32", "Q1_0", "Q2_0", "TQ1_0", "TQ2_0")  # types whose experts are not grouped: no model has any
 
 _MATRIX = Struct("<5Q2i")
 _MATVEC = Struct("<3Q7if7i4x")
 _MATMUL = Struct("<2Q6i")
+_FEW = Struct("<3Q9i4x")
 _ROWS = Struct("<4Q6ifi")
 _WIDEN = Struct("<3Q6i")
 _GEMM = Struct("<8Q9i4x")
@@ -187,8 +207,8 @@ def scratch_bytes(n: int, width: int, matrices: Sequence[Matrix], swiglu: bool =
             rows = room.rows(matrix.n_out * (2 if swiglu else 1))
             need = max(need, room.widened_scale + 4 * rows)
         if n > 1 and matrix.type != "F32" and not exact:
-            few = _Room(0, _round_up(min(n, FEW), _width(min(n, FEW))), width)
-            need = max(need, few.widened)
+            few = _Room(0, _round_up(min(n, FEW), 32), width)
+            need = max(need, few.widened + _sums_bytes(min(n, FEW), sum(m.n_out for m in matrices)))
     return need
 
 
@@ -408,8 +428,11 @@ def _round_up(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
-def _width(n: int) -> int:
-    return next(w for w in WIDTHS if w >= n or w == WIDTHS[-1])
+def _width(limits: Limits, n: int, kinds: Sequence[str]) -> int:
+    """Rows of x a block: the fewest that hold all, or as many as shared memory holds stages of."""
+    known = [w for w in WIDTHS if w not in MORE_WIDTHS or all(kind in COMMON for kind in kinds)]
+    known = [w for w in known if w == WIDTHS[0] or all(few_shapes(limits, kind, w) for kind in kinds)]
+    return next((w for w in known if w >= n), known[-1])
 
 
 def _prepare(
@@ -422,16 +445,17 @@ def _prepare(
 
 
 def _matmul(limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: int, swiglu: bool) -> list[Call]:
-    width = _width(x.n)
+    kinds = list(dict.fromkeys(m.type for m in matrices))
+    width = _width(limits, x.n, kinds)
+    if width > WIDTHS[0]:
+        return few(limits, x, matrices, scratch, swiglu, width)
     n_rows = _round_up(x.n, width)
     room = _Room(scratch, n_rows, x.width)
     calls = [_prepare(x, room.x, room.scale, n_rows, room.padded, n_rows, 1)]
-    kinds = list(dict.fromkeys(m.type for m in matrices))
     for kind in kinds:
         of_kind = [m for m in matrices if m.type == kind]
         piece = 16 if kind in FLOATS else FORMATS[kind].piece
-        per_multiprocessor = 1 if width >= 32 else 2
-        capacity = max(1, limits.multiprocessors * per_multiprocessor // (n_rows // width))
+        capacity = max(1, limits.multiprocessors * 2 // (n_rows // width))
         tiles = [(m.n_out, 8 if swiglu else 16) for m in (of_kind[:1] if swiglu else of_kind)]
         split, blocks = _split(tiles, -(-x.width // (4 * piece)), capacity)
         arguments = _MATMUL.pack(room.x, room.scale, x.n, n_rows, x.width, len(of_kind), swiglu, split)
@@ -440,6 +464,117 @@ def _matmul(limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: int, 
             Call(f"mma_{kind.lower()}_{width}", (blocks, n_rows // width, 1), (_THREADS, 1, 1), 0, (arguments,))
         )
     return calls
+
+
+# --- a few rows -------------------------------------------------------------------------------------------------------
+
+
+class FewShape(NamedTuple):
+    """How `few.cuh` is launched."""
+
+    warps: int
+    parts: int
+    """Of the columns."""
+    part_stages: int
+    """Of each of them but the last."""
+    stages: int
+    """In shared memory."""
+    shared: int
+
+
+def few(
+    limits: Limits,
+    x: Input,
+    matrices: Sequence[Matrix],
+    scratch: int,
+    swiglu: bool,
+    width: int,
+    shape: FewShape | None = None,
+) -> list[Call]:
+    """The launches of `few.cuh` for `width` rows of x a block, in the best shape or a given one."""
+    n_rows = _round_up(x.n, width)
+    room = _Room(scratch, n_rows, x.width)
+    calls = [_prepare(x, room.x, room.scale, n_rows, room.padded, n_rows, 1)]
+    for kind in dict.fromkeys(m.type for m in matrices):
+        of_kind = [m for m in matrices if m.type == kind]
+        rows = tuple(m.n_out for m in (of_kind[:1] if swiglu else of_kind))
+        warps, parts, part_stages, stages, shared = shape or few_shape(
+            limits, kind, width, n_rows, x.width, rows, swiglu
+        )
+        arguments = _FEW.pack(
+            *(room.x, room.scale, room.widened if parts > 1 else 0, x.n, n_rows, x.width, len(of_kind), swiglu),
+            *(parts, part_stages, stages, sum(m.n_out for m in of_kind)),
+        )
+        arguments += _matrices(of_kind)
+        grid = (_few_tiles(rows, warps, swiglu), n_rows // width, parts)
+        calls.append(Call(f"mma_{kind.lower()}_{width}", grid, (32 * warps, 1, 1), shared, (arguments,)))
+        if parts > 1:
+            calls.append(Call("add_parts", (-(-sum(rows) // _THREADS), x.n, 1), (_THREADS, 1, 1), 0, (arguments,)))
+    return calls
+
+
+def _sums_bytes(n: int, rows: int) -> int:
+    """Scratch for the sums of n rows of x with so many rows of W, of as many parts of the columns as there may be."""
+    return min(_SUMS, 4 * n * rows * _PARTS[-1])
+
+
+def _few_tiles(rows: Sequence[int], warps: int, swiglu: bool) -> int:
+    return sum(-(-n // ((8 if swiglu else 16) * warps)) for n in rows)
+
+
+@cache
+def few_shapes(limits: Limits, kind: str, width: int) -> list[tuple[int, int, int, int]]:
+    """(warps of a block, blocks of a multiprocessor at a time, stages, bytes of shared memory) that are possible."""
+    form = FORMATS[kind]
+    most = 12 if form.piece // 16 * width > 64 or width > 48 else 16  # registers suffice for so many
+    found = []
+    for warps in (4, 6, 8, 12, 16):
+        stage = form.few_columns // 8 * 16 * (width + 2) + warps * 16 * form.few_slot
+        room = limits.shared_per_block
+        blocks = min(most // warps, (room + 1024) // (2 * stage + 1024))
+        if blocks:
+            stages = min(4, ((room + 1024) // blocks - 1024) // stage)
+            found.append((warps, blocks, stages, max(stages * stage, warps * width * 80)))
+    return found
+
+
+@cache
+def few_shape(
+    limits: Limits, kind: str, width: int, n_rows: int, n_in: int, rows: tuple[int, ...], swiglu: bool
+) -> FewShape:
+    """The shape that finishes first, by a model of an H200; `rows` of W of each matrix, with SwiGLU of one.
+
+    In cycles of a multiprocessor: a warp needs so many slots of an instruction for a stage and, alone, some three times
+    that; the second-level cache delivers some 20 bytes; a block costs something to begin, and so does `add_parts`.
+    """
+    form = FORMATS[kind]
+    n_stages = -(-n_in // form.few_columns)
+    slots = form.few_columns / 64 * (85 + 1.25 * width)
+    n_sum = sum(rows) * (2 if swiglu else 1)
+    best, least = None, 0.0
+    for warps, at_a_time, stages, shared in few_shapes(limits, kind, width):
+        tiles = _few_tiles(rows, warps, swiglu) * (n_rows // width)
+        copied = form.few_columns * 2 * width + warps * 16 * form.few_columns * form.block_bytes / form.block
+        for wanted in _PARTS:
+            if wanted > 1 and (wanted > n_stages or 4 * n_rows * n_sum * wanted > _SUMS):
+                break
+            part_stages = -(-n_stages // wanted)
+            parts = -(-n_stages // part_stages)
+            full, rest = divmod(tiles * parts, limits.multiprocessors * at_a_time)
+            cost = 0.0
+            for rounds, blocks in ((full, at_a_time), (1, -(-rest // limits.multiprocessors))):
+                if blocks:
+                    step = max(blocks * warps * slots / 2.6, 3 * slots, blocks * copied / 20)
+                    cost += rounds * (1500 + part_stages * step)
+            if parts > 1:
+                cost += 2500 + 8 * n_rows * n_sum * parts / 2500
+            if best is None or cost < least:
+                best, least = FewShape(warps, parts, part_stages, stages, shared), cost
+    assert best is not None
+    return best
+
+
+# --- many rows --------------------------------------------------------------------------------------------------------
 
 
 def _gemm_half(

@@ -33,6 +33,17 @@ FILES = (
 FLAGS = ("-std=c++20", "-O2", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-tree-vectorize")
 """Vectorised by GCC 12, the scales of Q3_K come out wrong."""
 
+SHARED = re.compile(r"extern __shared__ [^;]*?\b(\w+) (\w+)\[\];")
+"""Shared memory of a size that the launch says."""
+SHARED_BYTES = r"""struct SharedBytes {
+  uint32_t address;
+  operator const uint8_t*() const { return emulated_shared + address; }
+};
+inline uint32_t word_at(const uint8_t* p) { uint32_t word; memcpy(&word, p, 4); return word; }
+inline uint32_t low_bits(const uint8_t* p) { return (uint32_t)(uintptr_t)p; }
+"""
+"""Blocks are read from shared memory as from anywhere."""
+
 MADE_BY_MACRO = re.compile(r"\b(attention_(?:decode|prefill)_|embed_|delta_rule_|delta_tree_)##")
 """The part of a kernel's name that a macro puts in front of what it varies."""
 
@@ -53,17 +64,13 @@ def library(kernels_txt: Path, names: tuple[str, ...] = FILES) -> Path:
         (work / name).write_text('#include "cuda_host.h"\n')
     for name, text in texts.items():
         if name.endswith((".h", ".cuh")):
-            (work / name).write_text(MADE_BY_MACRO.sub(r"kernel_\1##", text))
+            (work / name).write_text(_for_host(text))
     units = [work / "libcuda.cpp"]
     units[0].write_text(texts["libcuda.cpp"])
     footer = 'extern "C" void emulator_kernel(const char *, const int *, int);'
     names = tuple(n for n in names if f"{n}.cu" in texts)
     for name in names:
-        text = (
-            texts[f"{name}.cu"]
-            .replace("extern __shared__ int4 memory[];", "int4 *memory = (int4 *)emulated_shared;")
-            .replace("extern __shared__ __align__(128) uint8_t shared[];", "uint8_t *shared = emulated_shared;")
-        )
+        text = texts[f"{name}.cu"]
         registrations = []
         for line in lines:
             kernel, file, *parameters = line.split(" ")
@@ -81,7 +88,7 @@ def library(kernels_txt: Path, names: tuple[str, ...] = FILES) -> Path:
                 rf"\1kernel_{kernel}(",
                 text,
             )
-        text = MADE_BY_MACRO.sub(r"kernel_\1##", text)
+        text = _for_host(text)
         unit = work / f"{name}.cpp"
         unit.write_text('#include "cuda_host.h"\n' + text + "\n" + footer + "\n" + "\n".join(registrations) + "\n")
         units.append(unit)
@@ -110,6 +117,12 @@ def library(kernels_txt: Path, names: tuple[str, ...] = FILES) -> Path:
     subprocess.run(["g++", "-shared", *map(str, objects), "-o", str(out) + ".part"], check=True)
     Path(str(out) + ".part").rename(out)
     return out
+
+
+def _for_host(text: str) -> str:
+    text = SHARED.sub(r"\1 *\2 = (\1 *)emulated_shared;", text)
+    text = re.sub(r"struct SharedBytes \{.*?\};\n", lambda _: SHARED_BYTES, text, flags=re.S)
+    return MADE_BY_MACRO.sub(r"kernel_\1##", text)
 
 
 def _size(parameter: str) -> int:

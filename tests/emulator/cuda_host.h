@@ -86,6 +86,9 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __double2float_rn(double a) { return float(a); }
 inline long long __double2ll_rz(double a) { return (long long)a; }
 inline uint64_t __umul64hi(uint64_t a, uint64_t b) { return uint64_t((unsigned __int128)a * b >> 64); }
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+    return std::max(a & 0xffffu, b & 0xffffu) | std::max(a & 0xffff0000u, b & 0xffff0000u);
+}
 template <class T>
 T __ldg(const T *p) { return *p; }
 template <class T>

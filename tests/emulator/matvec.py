@@ -10,23 +10,16 @@ import re
 import subprocess
 from pathlib import Path
 
-from emulator.build import HERE, ROOT
+from emulator.build import HERE, ROOT, SHARED_BYTES
 from reflex_ipc.cuda.linear import Call
 
-SHARED = r"""struct SharedBytes {
-  uint32_t address;
-  operator const uint8_t*() const { return emulated_shared + address; }
-};
-inline uint32_t word_at(const uint8_t* p) { uint32_t word; memcpy(&word, p, 4); return word; }
-inline uint32_t low_bits(const uint8_t* p) { return (uint32_t)(uintptr_t)p; }
-"""
 DOT = r"""    for (int i = 0; i < 4; ++i)
       sum += (Format::is_signed ? (int)(int8_t)(q >> 8 * i) : (int)(uint8_t)(q >> 8 * i)) * (int8_t)(x >> 8 * i);
     return sum;
 """
 COPY = "  if (there) memcpy(emulated_shared + to, from, 16); else memset(emulated_shared + to, 0, 16);\n"
 REPLACED = {
-    "words.cuh": [(r"struct SharedBytes \{.*?\};\n", SHARED)],
+    "words.cuh": [(r"struct SharedBytes \{.*?\};\n", SHARED_BYTES)],
     "product.cuh": [(r"    int out;\n    if constexpr \(Format::is_signed\).*?    return out;\n", DOT)],
     "copy.cuh": [
         (r"\(uint32_t\)__cvta_generic_to_shared\(p\)", "(uint32_t)((const uint8_t*)p - emulated_shared)"),

@@ -1,0 +1,370 @@
+"""What a product of a few rows costs, on this device: every linear of a layer, three ways, and whether it is right.
+
+    python bench/few_rows.py OUT                 in about 90 seconds: OUT/few_rows.json, short tables last
+    python bench/few_rows.py OUT --types Q4_K --counts 8 40 --no-sweep
+
+`old` is matmul.cuh, where each warp reads x itself, `new` few.cuh, `gemm` weights widened to halves and one plain
+product. Times are of the products alone: x is halves already. One launch of a graph multiplies with many matrices in
+turn, more than the second-level cache holds, each product dependent on the one before. The sweep runs `new` in every
+shape it can have, next to the one that linear.py chooses. Kernels are compiled here.
+"""
+
+import argparse
+import concurrent.futures
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+
+import measure  # noqa: E402
+import numpy as np  # noqa: E402
+
+import build  # noqa: E402
+from reflex_ipc.cuda import linear  # noqa: E402
+from reflex_ipc.cuda.device import Device, start_driver  # noqa: E402
+from reflex_ipc.cuda.launch import Kernels  # noqa: E402
+from reflex_ipc.cuda.linear import Call, Input, Limits, Matrix  # noqa: E402
+from reflex_ipc.reference.dequant import dequantise  # noqa: E402
+
+TYPES = ("Q4_K", "Q6_K", "Q8_0", "F16")
+COUNTS = (2, 4, 8, 16, 24, 32, 40, 48, 64)
+MORE = (80, 96, 128)
+SWEPT = (8, 16, 40, 64)
+OLD_WIDTHS = (8, 16, 32, 64)
+POOL = 768 << 20  # bytes of weights at a time
+BEYOND_CACHE = 160 << 20  # bytes of weights of a graph at least
+CHECKED = 192  # rows of W
+
+
+class Product(NamedTuple):
+    model: str
+    name: str
+    n_in: int
+    rows: tuple[int, ...]
+    swiglu: bool = False
+
+
+PRODUCTS = (
+    Product("8B", "qkv", 4096, (4096, 1024, 1024)),
+    Product("8B", "o", 4096, (4096,)),
+    Product("8B", "gate, up", 4096, (12288, 12288), True),
+    Product("8B", "down", 12288, (4096,)),
+    Product("0.6B", "qkv", 1024, (2048, 1024, 1024)),
+    Product("0.6B", "o", 2048, (1024,)),
+    Product("0.6B", "gate, up", 1024, (3072, 3072), True),
+    Product("0.6B", "down", 3072, (1024,)),
+)
+LAYERS = {"8B": 36, "0.6B": 28}
+
+
+def kernels(types: Sequence[str], work: Path, target: str) -> str:
+    """Compile what is compared; the directory of the result."""
+    sources = work / "sources"
+    sources.mkdir(parents=True, exist_ok=True)
+    for path in (*(ROOT / "kernels").glob("*.cuh"), *(ROOT / "kernels" / f"{n}.cu" for n in ("rows", "gemm"))):
+        (sources / path.name).write_text(path.read_text())
+    files = [sources / "rows.cu", sources / "gemm.cu"]
+    for kind in types:
+        name = kind.lower()
+        old = "".join(f"REFLEX_MATMUL(old_{name}_{w}, {kind}, {w})\n" for w in OLD_WIDTHS)
+        made = {f"old_{name}": f'#include "matmul.cuh"\n{old}REFLEX_WIDEN(widen_{name}, {kind})\n'}
+        for w in linear.WIDTHS:
+            made[f"few_{name}_{w}"] = f'#include "few.cuh"\nREFLEX_FEW(few_{name}_{w}, {kind}, {w})\n'
+        for stem, text in made.items():
+            (sources / f"{stem}.cu").write_text(text)
+            files.append(sources / f"{stem}.cu")
+    compiler, cache = build.Compiler(), work / "cache"
+    cache.mkdir(exist_ok=True)
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        built = list(pool.map(lambda file: compiler.compile(file, target, cache), files))
+    lib = work / "lib"
+    if not (lib / target).exists():
+        build.write_target(lib / target, compiler, built, target, cache)
+    return str(lib)
+
+
+class Bench:
+    """The device, and memory for everything."""
+
+    def __init__(self, device: Device, lib: str, dependent: bool) -> None:
+        self.device, self.stream, self.kernels, self.dependent = (
+            device,
+            device.stream(),
+            Kernels(device, lib),
+            dependent,
+        )
+        self.limits = Limits(device.attribute(device.MULTIPROCESSORS), device.attribute(device.SHARED_PER_BLOCK))
+        self.memory: list[Any] = []
+        self.pool, self.x, self.out = self.take(POOL), self.take(128 * 12288 * 4), self.take(128 * 24576 * 4)
+        self.scratch = self.take(400 << 20)
+        rng = np.random.default_rng(1)
+        self.halves = rng.standard_normal((128, 12288)).astype(np.float32)
+        self.stream.to_device(self.x, self.halves.tobytes())
+
+    def take(self, size: int) -> int:
+        memory = self.device.allocate(size, "measuring")
+        self.memory.append(memory)
+        return int(memory.address)
+
+    def close(self) -> None:
+        for memory in self.memory:
+            memory.close()
+
+    def feed(self, kind: str) -> None:
+        """The pool is full of weights of this type: the same 32 MB again and again."""
+        form = linear.FORMATS[kind]
+        unit = 96 * form.block_bytes * 256  # whole rows of every product
+        rng = np.random.default_rng(2)
+        size = (32 << 20) // unit * unit
+        if kind == "F16":
+            self.block = (0.02 * rng.standard_normal(size // 2)).astype(np.float16).view(np.uint8)
+        else:
+            # No scale of such bytes is infinite or subnormal.
+            self.block = rng.integers(4, 48, size, dtype=np.uint8)
+        self.stream.to_device(self.pool, self.block.tobytes())
+        filled = size
+        while filled < POOL:
+            step = min(filled, POOL - filled)
+            self.stream.within(self.pool + filled, self.pool, step)
+            filled += step
+        self.stream.synchronize()
+
+    def matrices(self, kind: str, product: Product, place: int) -> tuple[list[Matrix], int]:
+        """One layer's from this place in the pool on, and where the next one's begin."""
+        form, found, out = linear.FORMATS[kind], [], self.out
+        for n in product.rows:
+            found.append(Matrix(kind, self.pool + place, n, out, n))
+            place += -(-n * product.n_in // form.block * form.block_bytes // 256) * 256
+            out += 128 * 4 * n
+        return found, place
+
+    def graph(self, layers: Sequence[Sequence[Call]]) -> float:
+        """Microseconds of one of them."""
+        with self.stream.capture() as capture:
+            for calls in layers:
+                for call in calls:
+                    self.kernels.function(call.kernel).prepare(
+                        call.grid, call.block, call.arguments, self.stream, shared=call.shared, dependent=self.dependent
+                    )()
+        graph = capture.graph.instantiate()
+        capture.graph.close()
+        before, after = self.device.event(timing=True), self.device.event(timing=True)
+        took = []
+        for _ in range(4):
+            before.record(self.stream)
+            graph.launch(self.stream)
+            after.record(self.stream)
+            after.synchronize()
+            took.append(1000 * after.milliseconds_since(before) / len(layers))
+        graph.close()
+        before.close()
+        after.close()
+        return median(took[1:])
+
+    def run(self, calls: Sequence[Call]) -> None:
+        for call in calls:
+            function = self.kernels.function(call.kernel)
+            function.prepare(call.grid, call.block, call.arguments, self.stream, shared=call.shared)()
+        self.stream.synchronize()
+
+    def entry(self, m: int, product: Product) -> Input:
+        return Input(self.x, m, product.n_in, product.n_in)
+
+    def time(self, way: "Way", kind: str, product: Product, m: int) -> float:
+        layers: list[list[Call]] = []
+        place = size = 0
+        first, each = self.matrices(kind, product, 0)
+        while place + each <= POOL and size < max(BEYOND_CACHE, 3 * each) and len(layers) < 64:
+            matrices, end = self.matrices(kind, product, place)
+            layers.append(way(self, kind, product, m, matrices)[1:])
+            size += end - place
+            place = end
+        self.run(way(self, kind, product, m, first)[:1])
+        return self.graph(layers)
+
+    def error(self, way: "Way", kind: str, product: Product, m: int) -> float:
+        """Relative, of the last rows of the last matrix (with SwiGLU, of both)."""
+        matrices, _ = self.matrices(kind, product, 0)
+        n = min(CHECKED, product.rows[-1])
+        form, last = linear.FORMATS[kind], product.rows[-1] - n
+        row = product.n_in // form.block * form.block_bytes
+        x = self.halves.reshape(-1)[: m * product.n_in].reshape(m, product.n_in).astype(np.float64)
+        sums = []
+        for matrix in matrices if product.swiglu else matrices[-1:]:
+            at = matrix.weight - self.pool + last * row
+            raw = np.frombuffer(self.stream.read(self.pool + at, n * row), np.uint8)
+            w = dequantise(raw, kind, n * product.n_in).reshape(n, product.n_in).astype(np.float64)
+            sums.append(x @ w.T)
+        wanted = sums[0]
+        if product.swiglu:
+            with np.errstate(over="ignore"):
+                wanted = sums[0] / (1 + np.exp(-sums[0])) * sums[1]
+        to = matrices[0] if product.swiglu else matrices[-1]
+        self.stream.fill(to.out, 0xFF, 4 * m * to.n_out)
+        self.run(way(self, kind, product, m, matrices))
+        got = np.frombuffer(self.stream.read(to.out, 4 * m * to.n_out), np.float32).reshape(m, -1)[:, last:]
+        return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+
+
+# --- ways -----------------------------------------------------------------------------------------------------------
+# (bench, type, product, rows of x, matrices) -> launches, the first of which prepares x.
+
+
+class Way:
+    def __call__(self, bench: Bench, kind: str, product: Product, m: int, matrices: list[Matrix]) -> list[Call]:
+        raise NotImplementedError
+
+
+class Old(Way):
+    def __call__(self, bench: Bench, kind: str, product: Product, m: int, matrices: list[Matrix]) -> list[Call]:
+        width = next(w for w in OLD_WIDTHS if w >= m or w == OLD_WIDTHS[-1])
+        n_rows = -(-m // width) * width
+        room = linear._Room(bench.scratch, n_rows, product.n_in)
+        x = bench.entry(m, product)
+        piece = 16 if kind in linear.FLOATS else linear.FORMATS[kind].piece
+        capacity = max(1, bench.limits.multiprocessors * (1 if width >= 32 else 2) // (n_rows // width))
+        tiles = [(n, 8 if product.swiglu else 16) for n in (product.rows[:1] if product.swiglu else product.rows)]
+        split, blocks = linear._split(tiles, -(-product.n_in // (4 * piece)), capacity)
+        arguments = linear._MATMUL.pack(
+            room.x, room.scale, m, n_rows, product.n_in, len(matrices), product.swiglu, split
+        ) + linear._matrices(matrices)
+        grid = (blocks, n_rows // width, 1)
+        return [
+            linear._prepare(x, room.x, room.scale, n_rows, room.padded, n_rows, 1),
+            Call(f"old_{kind.lower()}_{width}", grid, (256, 1, 1), 0, (arguments,)),
+        ]
+
+
+class New(Way):
+    """In the shape that linear.py chooses, or a given one."""
+
+    def __init__(self, width: int | None = None, shape: linear.FewShape | None = None) -> None:
+        self.width, self.shape = width, shape
+
+    def __call__(self, bench: Bench, kind: str, product: Product, m: int, matrices: list[Matrix]) -> list[Call]:
+        width = self.width or next(w for w in linear.WIDTHS if w >= m)
+        calls = linear.few(
+            bench.limits, bench.entry(m, product), matrices, bench.scratch, product.swiglu, width, self.shape
+        )
+        return [c._replace(kernel=c.kernel.replace("mma_", "few_")) for c in calls]
+
+
+class Gemm(Way):
+    def __call__(self, bench: Bench, kind: str, product: Product, m: int, matrices: list[Matrix]) -> list[Call]:
+        return linear._gemm_half(bench.limits, bench.entry(m, product), matrices, bench.scratch, product.swiglu, False)
+
+
+WAYS: dict[str, Way] = {"old": Old(), "new": New(), "gemm": Gemm()}
+
+
+def shapes(bench: Bench, kind: str, width: int, product: Product) -> Iterator[linear.FewShape]:
+    n_stages = -(-product.n_in // linear.FORMATS[kind].few_columns)
+    seen = set()
+    for warps, _, stages, shared in linear.few_shapes(bench.limits, kind, width):
+        for wanted in (1, 2, 3, 4, 6, 8, 12, 16):
+            each = -(-n_stages // wanted)
+            shape = linear.FewShape(warps, -(-n_stages // each), each, stages, shared)
+            if shape not in seen:
+                seen.add(shape)
+                yield shape
+
+
+# --- all of it ------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Products of a few rows: time and check them.")
+    parser.add_argument("out", type=Path, metavar="OUT", help="directory of the result")
+    parser.add_argument("--types", nargs="+", default=list(TYPES), choices=TYPES)
+    parser.add_argument("--counts", nargs="*", type=int, default=list(COUNTS), metavar="M", help="rows of x")
+    parser.add_argument("--more", nargs="*", type=int, default=list(MORE), metavar="M", help="beyond those")
+    parser.add_argument("--no-sweep", action="store_true")
+    parser.add_argument("--limit", type=float, default=95, help="seconds, after which the sweep ends")
+    parser.add_argument("--target", default="sm_90a")
+    parser.add_argument("--library", default="libcuda.so.1", help="the driver")
+    parser.add_argument("--kernels", help="directory of the kernels, where they are compiled already")
+    given = parser.parse_args()
+    began = time.monotonic()
+    given.out.mkdir(parents=True, exist_ok=True)
+    lib = given.kernels or kernels(given.types, given.out / "work", given.target)
+    print(f"kernels: {time.monotonic() - began:.0f} s", flush=True)
+    device = start_driver(0, given.library).wait()
+    bench = Bench(device, lib, device.capability >= (9, 0))
+    rows: list[dict[str, Any]] = []
+    swept: list[dict[str, Any]] = []
+    for kind in given.types:
+        bench.feed(kind)
+        for product in PRODUCTS:
+            size = sum(product.rows) * product.n_in // linear.FORMATS[kind].block * linear.FORMATS[kind].block_bytes
+            for m in (*given.counts, *given.more):
+                ways = WAYS if m <= 64 else {f"new {w}": New(w) for w in (40, 48, 64)} | {"gemm": Gemm()}
+                for name, way in ways.items():
+                    us = bench.time(way, kind, product, m)
+                    row = {"type": kind, "model": product.model, "product": product.name, "m": m, "way": name, "us": us}
+                    row |= {"gb_s": size / us / 1e3, "tflop_s": 2e-6 * m * sum(product.rows) * product.n_in / us}
+                    if m in (given.counts[0], 40, 64):
+                        row["error"] = bench.error(way, kind, product, m)
+                    rows.append(row)
+        print(f"{kind}: {time.monotonic() - began:.0f} s", flush=True)
+        if given.no_sweep or kind not in ("Q4_K", "Q6_K", "Q8_0"):
+            continue
+        for product in PRODUCTS:
+            if (product.model == "8B") != (kind != "Q8_0"):
+                continue
+            for m in SWEPT if kind != "Q6_K" else (40,):
+                chosen = next(
+                    linear.few_shape(bench.limits, kind, m, m, product.n_in, r, product.swiglu)
+                    for r in [product.rows[:1] if product.swiglu else product.rows]
+                )
+                found = []
+                for shape in shapes(bench, kind, m, product):
+                    if time.monotonic() - began < given.limit:
+                        found.append((bench.time(New(m, shape), kind, product, m), shape))
+                if found:
+                    us, best = min(found)
+                    mine = next((t for t, shape in found if shape == chosen), float("nan"))
+                    entry = {"type": kind, "product": product.name, "model": product.model, "m": m, "us": mine}
+                    entry |= {"chosen": chosen[:4], "best_us": us, "best": best[:4]}
+                    swept.append(entry | {"all": [[t, *shape] for t, shape in sorted(found)]})
+        print(f"{kind}, swept: {time.monotonic() - began:.0f} s", flush=True)
+    measure.save(given.out / "few_rows.json", measure.document("few_rows", {"rows": rows, "sweep": swept}))
+    render(rows, swept, (*given.counts, *given.more))
+    bench.close()
+    device.close()
+    worst = max((row["error"] for row in rows if "error" in row), default=0.0)
+    return int(not worst < 1e-3)
+
+
+def render(rows: Sequence[dict[str, Any]], swept: Sequence[dict[str, Any]], counts: Sequence[int]) -> None:
+    print("\nin which shape: (warps, parts, stages a part, stages in memory), chosen and best")
+    for e in swept:
+        print(
+            f"{e['type']:5}{e['model']:5}{e['product']:9}{e['m']:3} {e['us']:7.1f} {e['chosen']}"
+            f"{e['best_us']:7.1f} {e['best']}"
+        )
+    print("\nus a product at 40 rows: old, new, gemm; new's GB/s, TFLOP/s; errors")
+    for at in dict.fromkeys((r["type"], r["model"], r["product"]) for r in rows):
+        found = {r["way"]: r for r in rows if (r["type"], r["model"], r["product"], r["m"]) == (*at, 40)}
+        if found:
+            line = "".join(f"{found[w]['us']:8.1f}" for w in WAYS)
+            errors = "".join(f" {found[w]['error']:.1e}" for w in WAYS)
+            new = found["new"]
+            print(f"{at[0]:5}{at[1]:5}{at[2]:9}{line}{new['gb_s']:7.0f}{new['tflop_s']:6.0f}{errors}")
+    print("\nms of all layers' products" + "".join(f"{m:7}" for m in counts))
+    for kind, model in dict.fromkeys((r["type"], r["model"]) for r in rows):
+        for way in dict.fromkeys(r["way"] for r in rows):
+            line = ""
+            for m in counts:
+                found_us = [r["us"] for r in rows if (r["type"], r["model"], r["way"], r["m"]) == (kind, model, way, m)]
+                line += f"{sum(found_us) * LAYERS[model] / 1e3:7.2f}" if found_us else "      -"
+            print(f"{kind:6}{model:6}{way:14}{line}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -333,7 +333,7 @@ class TestSteps:
         assert upload.queued == upload.timings["bytes"]
         executor.close()
 
-    @pytest.mark.parametrize("why", ["many tokens", "switched off", "progress"])
+    @pytest.mark.parametrize("why", ["many tokens", "switched off", "progress", "all is there"])
     def test_where_it_does_not_pay(
         self, fake: Fake, reads: list[int], moe: GGUF, monkeypatch: pytest.MonkeyPatch, why: str
     ) -> None:
@@ -344,6 +344,8 @@ class TestSteps:
         if why == "progress":
             options["progress"] = lambda what, done, total: None
         executor = self.open(fake, moe, **options)
+        if why == "all is there":
+            executor._upload.join()
         n = 20 if why == "many tokens" else 1
         executor.reserve(64)
         executor.forward(Step.text(range(n), 0, [n - 1]))

@@ -8,8 +8,8 @@
  * stands for the whole group.
  *
  * Tensors of experts come behind everything else, as slabs, one an expert. They can be held back, and some of them be
- * asked for before all others: readers take several in one turn, neighbours or not. What was asked for is a group of its
- * own, behind the others.
+ * asked for before all others: readers take several in one turn, neighbours or not. What was asked for is a group of
+ * its own, behind the others.
  *
  * Files are read, never mapped: one that shrinks ends in an error, not in a signal. */
 #define _GNU_SOURCE

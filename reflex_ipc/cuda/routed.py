@@ -36,8 +36,8 @@ class RoutedFirst:
         self._began = 0
 
     def begin(self, n_tokens: int) -> bool:
-        """Whether a step of so many tokens is better off this way. If so, other experts are held back until `end`."""
-        if 1 - (1 - self._share) ** n_tokens > MOST:
+        """Whether a step of so many tokens is better off this way; other experts are then held back until `end`."""
+        if 1 - (1 - self._share) ** n_tokens > MOST or self._upload.is_done():
             return False
         self._began = monotonic_ns()
         self._upload.hold()

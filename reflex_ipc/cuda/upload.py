@@ -131,6 +131,10 @@ class Upload(Resource):
         """The handle of the event that stands for the group's arrival; None where it is not even queued for a while."""
         return self._started().event(index, PATIENCE)
 
+    def is_done(self) -> bool:
+        """Whether every byte is on the device already."""
+        return self._started().finished(0)
+
     def hold(self) -> None:
         """Keep back the experts that nobody asks for."""
         self._started().hold(True)

@@ -114,6 +114,7 @@ class Tracing(Resource):
         if self.is_closed:
             return
         self._stop = True
+        self._trace.about["upload"] = self._upload.timings
         try:
             with self._done:
                 self._stream.synchronize()

@@ -63,7 +63,8 @@ class Upload(Resource):
     def __init__(self, size: int, *, early: int | None = None, cores: int | None = None, lib: str = LIB) -> None:
         self.is_closed = False
         self.timings: dict[str, object] = {}
-        """How it was done: way, threads, buffers, chunk, cores, cache ("warm", "cold", "unknown"), bytes; and the
+        """How it was done: way, threads, buffers, chunk, cores, cache ("warm", "cold", "unknown"), bytes; early_bytes,
+        copied before the order was known; first_bytes, copied when a first step had what it is routed to; and the
         CLOCK_MONOTONIC seconds "started" and "done"."""
         self._attached = False
         self._size = size

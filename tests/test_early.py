@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 from fakecuda import ROOT, compile_c, library
 
+from reflex_ipc.cuda.upload import CHUNK
+from reflex_ipc.environment import usable_cpus
+
 SIZE = 37 * (1 << 20) + 4321
 
 # Takes an upload over that was begun early, after a pause, in an order that is not the file's; prints what it saw.
 TAKE_OVER = """
-import json, os, sys, time
+import json, os, struct, sys, time
 sys.path[:0] = [{root!r}, {tests!r}]
 from reflex_ipc.cuda import native
 from reflex_ipc.cuda.device import start_driver
@@ -41,7 +44,10 @@ while at < shard.size:
     at += length + rng.choice([0, 0, 64, 200_000])
 rng.shuffle(pieces)
 groups = [(i, pieces[i::5]) for i in range(5)]
-upload.order(groups)
+experts = []
+if mode == "experts":
+    experts = [(3 + i, piece, 4 if piece[2] % 4 == 0 else 1) for i in range(2) for piece in pieces[3 + i :: 5]]
+upload.order([(i, [] if mode == "experts" and i >= 3 else group) for i, group in groups], experts)
 if mode == "drop":
     upload.close()
     opening.close()
@@ -53,6 +59,15 @@ with opening.wait() as device:
     memory = memory or device.allocate(shard.size, "weights")
     upload.start(device, memory.address)
     data = open(path, "rb").read()
+    if mode == "experts":
+        upload.hold()
+        for group in (3, 4):
+            upload.ask(group, struct.pack("<4f", 2, 0, 0.5, 0.5), 1, 2)
+            upload.wait_group(stream, upload.asked)
+            for of, (_, at, size, _), n in experts:
+                for start in (at, at + 2 * size // n) if of == group and n > 1 else ():
+                    assert stream.read(memory.address + start, size // n) == data[start : start + size // n]
+        upload.release()
     for index, group in groups:
         upload.wait_group(stream, index)
         for _, offset, size, place in group:
@@ -126,6 +141,19 @@ def test_what_came_before_the_order_is_not_copied_twice(take_over, model: Path):
     take_over(model, 0.5, 1, "use")
     copied = sum(int(line.split()[-1]) for line in take_over_calls(take_over, "cuMemcpyHtoDAsync_v2"))
     assert copied == SIZE
+
+
+@pytest.mark.parametrize("deferred", [0, 1])
+@pytest.mark.parametrize("pause", [0, 0.003, 0.01, 0.5])
+def test_experts_asked_for_whenever_the_order_comes(take_over, model: Path, deferred: int, pause: float):
+    for seed in range(3):
+        said = take_over(model, pause, seed, "experts", FAKECUDA_DEFERRED=str(deferred))
+        assert said.startswith('[true, "early"')
+        copied = sum(int(line.split()[-1]) for line in take_over_calls(take_over, "cuMemcpyHtoDAsync_v2"))
+        # Slabs know no borders of cells. What comes twice: a cell a reader was about, and what reaches into another.
+        readers = min(usable_cpus(), 5)
+        assert copied <= SIZE + (3 * readers - 1) * CHUNK
+    assert pause < 0.5 or copied == SIZE
 
 
 def take_over_calls(take_over, name: str) -> list[str]:

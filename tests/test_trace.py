@@ -347,6 +347,7 @@ def test_arrivals_and_layers_on_the_devices_clock(
         assert before - slack <= spans[0].start and spans[-1].end <= after + slack
     trace.write(str(tmp_path / "trace.json"))
     events_of(tmp_path / "trace.json")
+    assert trace.about["upload"]["bytes"] >= sum(weights.sizes)
     driver = {name: stamps.moments[name] for name in ("driver", "context")}
     assert all(track == "driver" and before <= began <= at <= after for began, at, track in driver.values())
 

@@ -7,10 +7,11 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-/* A piece of a file. It belongs to the groups first..last, more than one where it crosses a border. */
+/* A piece of a file. It belongs to the groups first..last, more than one where it crosses a border. With `slabs` it is a
+ * tensor of that many experts. */
 struct chunk {
     int32_t fd;
-    uint32_t first, last, unused;
+    uint32_t first, last, slabs;
     uint64_t offset, size, place; /* in the file; bytes; on the device, counted from the base */
 };
 

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 Chunk = tuple[int, int, int, int, int, int]
 """fd, first and last group it has bytes of, offset in the file, size, place on the device counted from the base."""
+Experts = tuple[int, tuple[int, int, int, int], int]
+"""A tensor of experts: its group, (fd, offset, size, place), how many experts it has."""
 
 _READ_ERROR, _FILE_ENDED, _DRIVER_ERROR = 1, 2, 3  # enum failure of upload.c
 _READY, _NOT_YET, _FAILED = 0, 1, 2  # enum answer
-_CHUNK = struct.Struct("<iIIxxxxQQQ")  # struct chunk of upload.h
+_CHUNK = struct.Struct("<iIIIQQQ")  # struct chunk of upload.h
 
 
 class Copier:
@@ -31,9 +33,21 @@ class Copier:
 
     chunk: int
     """Bytes a chunk has at most."""
+    knows_experts = False
+    """Whether it takes tensors of experts apart: the methods below are of no use otherwise."""
 
-    def order(self, chunks: "Sequence[Chunk]", groups: int, read_ahead: bool) -> None:
+    def order(
+        self, chunks: "Sequence[Chunk]", groups: int, read_ahead: bool, experts: "Sequence[Experts]" = ()
+    ) -> None:
         """Take the chunks of so many groups; with `read_ahead`, start to read them into the page cache."""
+        raise NotImplementedError
+
+    def hold(self, is_held: bool) -> None:
+        """Keep experts back that nobody asks for, or no longer."""
+        raise NotImplementedError
+
+    def ask(self, group: int, routes: bytes, rows: int, n_used: int) -> None:
+        """Copy what the routes choose of the group's experts before anything else: a group behind the last."""
         raise NotImplementedError
 
     def start(self, device: "Device", base: int) -> None:
@@ -65,6 +79,8 @@ class Copier:
 class NativeCopier(Copier):
     """Reader threads in C: see kernels/native/upload.c."""
 
+    knows_experts = True
+
     def __init__(self, library: ctypes.CDLL, threads: int, buffers: int, chunk: int) -> None:
         self._c = library
         self.chunk = chunk
@@ -76,9 +92,19 @@ class NativeCopier(Copier):
         self.began = time.monotonic_ns()
         """When the threads were started."""
 
-    def order(self, chunks: "Sequence[Chunk]", groups: int, read_ahead: bool) -> None:
-        packed = b"".join([_CHUNK.pack(*chunk) for chunk in chunks])
-        self._c.reflex_upload_order(self._handle, packed, len(chunks), groups, read_ahead)
+    def order(
+        self, chunks: "Sequence[Chunk]", groups: int, read_ahead: bool, experts: "Sequence[Experts]" = ()
+    ) -> None:
+        pack = _CHUNK.pack
+        packed = [pack(fd, first, last, 0, *where) for fd, first, last, *where in chunks]
+        packed += [pack(fd, group, group, n, *where) for group, (fd, *where), n in experts]
+        self._c.reflex_upload_order(self._handle, b"".join(packed), len(packed), groups, read_ahead)
+
+    def hold(self, is_held: bool) -> None:
+        self._c.reflex_upload_hold(self._handle, is_held)
+
+    def ask(self, group: int, routes: bytes, rows: int, n_used: int) -> None:
+        self._c.reflex_upload_ask(self._handle, group, routes, rows, n_used, len(routes) // 4 // rows)
 
     def start(self, device: "Device", base: int) -> None:
         self._device = device
@@ -103,7 +129,8 @@ class NativeCopier(Copier):
         if failure == _DRIVER_ERROR:
             assert self._device is not None
             self._device.cu.fail(code.value, (attempt.value or b"").decode())
-        raise read_failure(_CHUNK.unpack(chunk.raw), code.value if failure == _READ_ERROR else 0)
+        fd, first, last, _, *where = _CHUNK.unpack(chunk.raw)
+        raise read_failure((fd, first, last, *where), code.value if failure == _READ_ERROR else 0)
 
     @property
     def queued(self) -> int:
@@ -188,7 +215,10 @@ class MappedCopier(Copier):
         self._stream: Stream
         self._changed = Condition()
 
-    def order(self, chunks: "Sequence[Chunk]", groups: int, read_ahead: bool) -> None:
+    def order(
+        self, chunks: "Sequence[Chunk]", groups: int, read_ahead: bool, experts: "Sequence[Experts]" = ()
+    ) -> None:
+        assert not experts
         self._chunks, self._groups = chunks, groups
         if read_ahead:
             _thread.start_new_thread(self._read_ahead, ())

@@ -19,10 +19,11 @@ from reflex_ipc.cuda.linear import FEW
 from reflex_ipc.cuda.lower import Lowering
 from reflex_ipc.cuda.memory import ALIGNMENT, aligned
 from reflex_ipc.cuda.places import PAGE, CacheLayout, Places, Shape
+from reflex_ipc.cuda.routed import RoutedFirst
 from reflex_ipc.cuda.sampling import CONTROL, Sampling
 from reflex_ipc.cuda.upload import Upload
 from reflex_ipc.errors import CancelledError, DeadlineError, OutOfMemoryError, ReflexError, go_on
-from reflex_ipc.ops import scope
+from reflex_ipc.ops import ExpertLinear, scope
 from reflex_ipc.plan import LARGEST_STEP, PARENT_NONE, Step
 from reflex_ipc.stamps import stamp
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from reflex_ipc.cuda.copiers import Experts
     from reflex_ipc.cuda.device import Device, Opening
     from reflex_ipc.cuda.fuse import Group
     from reflex_ipc.cuda.graph import GraphExec
@@ -62,25 +64,38 @@ ROUNDED = 8
 
 class Weights:
     """Where each tensor lies: in a copy of the file from its first byte on, or of each shard behind the other. What no
-    tensor of the plan needs at the beginning and the end is left out: bytes `start` to `stop` are what there is."""
+    tensor of the plan needs at the beginning and the end is left out: bytes `start` to `stop` are what there is.
 
-    def __init__(self, gguf: "GGUF", plan: "Plan") -> None:
+    A group is a layer; with `apart`, first all layers without their experts, then the experts of each."""
+
+    def __init__(self, gguf: "GGUF", plan: "Plan", apart: bool = False) -> None:
+        self.experts: list[Experts] = []
+        self.sizes: list[int] = []  # bytes of each group
         self.place: dict[str, int] = {}
         self.group: dict[str, int] = {}
         self.groups: list[tuple[int, list[tuple[int, int, int, int]]]] = []
         shard_at = [0]
         for shard in gguf.shards:
             shard_at.append(aligned(shard_at[-1] + shard.size))
-        layer = None
-        for name, tensor in plan.weights.items():
-            if layer != (layer := scope(name)) or not self.groups:
+        experts = {op.weight for op in plan.ops if isinstance(op, ExpertLinear)} if apart else set()
+        last = None
+        for name in sorted(plan.weights, key=experts.__contains__) if experts else plan.weights:
+            tensor, layer = plan.weights[name], (name in experts, scope(name))
+            if layer != last:
                 self.groups.append((len(self.groups), []))
-            self.group[name] = len(self.groups) - 1
+                self.sizes.append(0)
+            last = layer
+            self.group[name] = group = len(self.groups) - 1
             self.place[name] = place = shard_at[tensor.shard] + tensor.offset
-            self.groups[-1][1].append((gguf.shards[tensor.shard].fd, tensor.offset, tensor.nbytes, place))
-        pieces = [piece for _, group in self.groups for piece in group]
-        self.start = min(place for *_, place in pieces) // ALIGNMENT * ALIGNMENT
-        self.stop = max(place + size for *_, size, place in pieces)
+            self.sizes[group] += tensor.nbytes
+            piece = gguf.shards[tensor.shard].fd, tensor.offset, tensor.nbytes, place
+            if name in experts:
+                self.experts.append((group, piece, tensor.ne[2]))
+            else:
+                self.groups[group][1].append(piece)
+        ends = [(self.place[name], self.place[name] + tensor.nbytes) for name, tensor in plan.weights.items()]
+        self.start = min(start for start, _ in ends) // ALIGNMENT * ALIGNMENT
+        self.stop = max(stop for _, stop in ends)
 
     @property
     def size(self) -> int:
@@ -92,6 +107,7 @@ class CudaExecutor:
     """One sequence of one model on one device.
 
     index: the device. opening: a start of the driver that is already under way. fuse: False runs every op by itself.
+    experts_first: False uploads whole layers in their order whatever the first step needs of them (routed.py).
     progress: called with ("weights", bytes done, bytes in all) until all weights are there; without it the constructor
     returns while they are still coming. trace: takes when layers arrived and were computed.
 
@@ -109,6 +125,7 @@ class CudaExecutor:
         *,
         opening: "Opening | None" = None,
         fuse: bool = True,
+        experts_first: bool = True,
         trace: "Trace | None" = None,
     ) -> None:
         self.n_ctx = n_ctx
@@ -124,9 +141,9 @@ class CudaExecutor:
         try:
             lower.check(plan)
             opening = opening or start_driver(index)
-            weights = Weights(gguf, plan)
+            weights = Weights(gguf, plan, apart=experts_first and progress is None)
             upload = Upload(weights.size, early=opening.early_upload(gguf))
-            upload.order(weights.groups)
+            upload.order(weights.groups, weights.experts)
             groups = fused(plan) if fuse else alone(plan)
             columns = Columns(groups, plan.logits.name)
             stamp("layout")
@@ -182,6 +199,9 @@ class CudaExecutor:
         self._lowering = Lowering(
             device, self._kernels, self._stream, plan, groups, columns, p, lambda name: base + weights.place[name]
         )
+        self._routed: RoutedFirst | None = None
+        if weights.experts and upload.knows_experts:
+            self._routed = RoutedFirst(plan, upload, self._stream, self._lowering.at)
         self._sampling = Sampling(device, self._kernels, self._stream, plan.n_vocab, p)
         self._fixed()
         self.reset()
@@ -403,6 +423,9 @@ class CudaExecutor:
         self._lowering.is_dependent = is_loaded and self._lowering.can_depend
         self._lowering.is_passing = not is_loaded
         made: list[Launch] = []
+        routed, self._routed = self._routed, None  # of use to the first step alone
+        if routed is not None and not routed.begin(shape.n_tokens):
+            routed = None
         try:
             for group, launches in self._lowering.launches(shape):
                 if group is not None:
@@ -411,7 +434,10 @@ class CudaExecutor:
                     needed = max((self._weights.group[name] for name in group.weights), default=-1)
                     if needed > self._waited:
                         go_on(poll)
-                        self._wait(needed)
+                        if routed is not None and isinstance(op := group.parts[0], ExpertLinear):
+                            routed.bring(op, needed, shape.n_tokens)
+                        else:
+                            self._wait(needed)
                     if tracing is not None:
                         tracing.begin(scope(group.name))
                 for launch in launches:
@@ -421,6 +447,8 @@ class CudaExecutor:
                 self._upload.stamp()
         finally:
             self._lowering.is_passing = False
+            if routed is not None:
+                routed.end()
         if is_loaded:
             if len(self._shapes) >= SHAPES:
                 del self._shapes[next(iter(self._shapes))]
@@ -518,6 +546,7 @@ class CudaExecutor:
         n_splits = self._lowering.n_splits(self._n_past + 1)
         graph = self._graphs.get((n_splits, kind))
         if graph is None:
+            self._wait(len(self._weights.groups) - 1)
             launches = [
                 *self._launches(Shape(1, 1, False, n_splits)),
                 *self._sampling.launches(kind, self._logits(0), dependent=self._lowering.can_depend),

@@ -33,6 +33,11 @@ _SIGNATURES: "dict[str, tuple[Any, tuple[Any, ...]]]" = {
         None,
         (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint, ctypes.c_int),
     ),
+    "reflex_upload_hold": (None, (ctypes.c_void_p, ctypes.c_int)),
+    "reflex_upload_ask": (
+        None,
+        (ctypes.c_void_p, ctypes.c_uint, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t),
+    ),
     "reflex_upload_start": (None, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_uint64)),
     "reflex_upload_events": (None, (ctypes.c_void_p,)),
     "reflex_upload_wait": (ctypes.c_int, (ctypes.c_void_p, ctypes.c_uint, ctypes.c_int)),

@@ -42,7 +42,7 @@ class Tracing(Resource):
         names: dict[int, str] = {}
         for name, number in weights.group.items():
             names.setdefault(number, scope(name))
-        self._groups = [(names[number], sum(piece[2] for piece in pieces)) for number, pieces in weights.groups]
+        self._groups = [(names[number], size) for number, size in enumerate(weights.sizes)]
         self._copies = Stream(device)
         self._anchor, self._anchor_ns = self._place(device)
         self._marks: list[tuple[str, Event, Event | None]] = []
@@ -114,6 +114,7 @@ class Tracing(Resource):
         if self.is_closed:
             return
         self._stop = True
+        self._trace.about["upload"] = self._upload.timings
         try:
             with self._done:
                 self._stream.synchronize()

@@ -11,6 +11,9 @@
 from `base` on the device. Pieces that follow each other in the file and on the device alike are copied as one span, the
 padding between them included, so chunks cross the borders of tensors and layers.
 
+Tensors of experts may be given apart, for groups that list none. They come last; reader threads let some of them be
+asked for first: hold(), ask() for what a layer's router chose, wait_group() for `asked`, and release().
+
 Three ways, and `timings` says which was taken: "early", reader threads in C through a ring of page-locked buffers that
 were started before the interpreter was; "native", the same threads started here; and "mapped", for one or two cores or
 without the native part, the mapped file page-locked and fetched without the CPU.
@@ -21,7 +24,7 @@ import time
 from errno import EAGAIN
 
 from reflex_ipc.cuda import LIB, native
-from reflex_ipc.cuda.copiers import Chunk, Copier, EarlyCopier, MappedCopier, NativeCopier
+from reflex_ipc.cuda.copiers import Chunk, Copier, EarlyCopier, Experts, MappedCopier, NativeCopier
 from reflex_ipc.cuda.memory import Memory, Resource
 from reflex_ipc.environment import usable_cpus
 from reflex_ipc.stamps import stamp
@@ -60,7 +63,8 @@ class Upload(Resource):
     def __init__(self, size: int, *, early: int | None = None, cores: int | None = None, lib: str = LIB) -> None:
         self.is_closed = False
         self.timings: dict[str, object] = {}
-        """How it was done: way, threads, buffers, chunk, cores, cache ("warm", "cold", "unknown"), bytes; and the
+        """How it was done: way, threads, buffers, chunk, cores, cache ("warm", "cold", "unknown"), bytes; early_bytes,
+        copied before the order was known; first_bytes, copied when a first step had what it is routed to; and the
         CLOCK_MONOTONIC seconds "started" and "done"."""
         self._attached = False
         self._size = size
@@ -80,17 +84,28 @@ class Upload(Resource):
         threads = max(1, min(THREADS, threads, -(-self._size // (CHUNK * BUFFERS))))
         return NativeCopier(self._native, threads, BUFFERS, CHUNK)
 
-    def order(self, groups: "Iterable[Group]") -> None:
+    def order(self, groups: "Iterable[Group]", experts: "Sequence[Experts]" = ()) -> None:
         """Say what is to be copied, in execution order. What is not in the page cache is read ahead from here on."""
         groups = list(groups)
-        cache = page_cache(groups)
+        self.asked = len(groups)
+        """The group of what was asked for."""
+        whole = groups + [(group, [piece]) for group, piece, _ in experts]
+        cache = page_cache(whole)
         if self._copier is None and cache == "cold":
             self._copier = self._ring(DISK_THREADS)
         if self._copier is None:
             self._copier = MappedCopier()
-        chunks = cut(groups, self._copier.chunk)
-        self._copier.order(chunks, len(groups), cache == "cold")
-        self.timings.update(cache=cache, cores=self._cores, bytes=sum(chunk[4] for chunk in chunks))
+        self.knows_experts = self._copier.knows_experts
+        padding = 0 if experts else PADDING  # between others there may lie experts, which come by themselves
+        if not self.knows_experts:
+            groups = [(i, [*pieces, *(p for group, p, _ in experts if group == i)]) for i, pieces in groups]
+            experts = ()
+        chunks = cut(groups, self._copier.chunk, padding)
+        if isinstance(self._copier, EarlyCopier):
+            self.timings["early_bytes"] = self._copier.queued  # in the file's own order
+        self._copier.order(chunks, len(groups), cache == "cold", experts)
+        size = sum(chunk[4] for chunk in chunks) + sum(piece[2] for _, piece, _ in experts)
+        self.timings.update(cache=cache, cores=self._cores, bytes=size)
 
     def early_copy(self, device: "Device", size: int) -> Memory | None:
         """The memory that an early start has already begun to fill with the file of `size` bytes, from its first byte
@@ -116,6 +131,23 @@ class Upload(Resource):
     def event(self, index: int) -> int | None:
         """The handle of the event that stands for the group's arrival; None where it is not even queued for a while."""
         return self._started().event(index, PATIENCE)
+
+    def is_done(self) -> bool:
+        """Whether every byte is on the device already."""
+        return self._started().finished(0)
+
+    def hold(self) -> None:
+        """Keep back the experts that nobody asks for."""
+        self._started().hold(True)
+
+    def release(self) -> None:
+        """Let them come."""
+        self._started().hold(False)
+
+    def ask(self, group: int, routes: bytes, rows: int, n_used: int) -> None:
+        """Copy experts of the group before all else: `routes` has a row of float32 a token that begins with `n_used`
+        numbers of experts. What was asked for before is under way."""
+        self._started().ask(group, routes, rows, n_used)
 
     def stamp(self) -> None:
         """Stamp when the ring of page-locked buffers was ready, where there is one."""
@@ -152,8 +184,8 @@ class Upload(Resource):
             self._copier.free()
 
 
-def cut(groups: "Iterable[Group]", size: int) -> list[Chunk]:
-    """Chunks of at most `size` bytes that cover every piece in order.
+def cut(groups: "Iterable[Group]", size: int, padding: int = PADDING) -> list[Chunk]:
+    """Chunks of at most `size` bytes that cover every piece in order, and no more than `padding` bytes between two.
 
     Chunks end at multiples of `size` in the file, so that reads cover whole pages; a chunk knows the first and the last
     group it has bytes of.
@@ -166,7 +198,7 @@ def cut(groups: "Iterable[Group]", size: int) -> list[Chunk]:
                 continue
             if spans:
                 span_fd, shift, bounds, starts = spans[-1]
-                if span_fd == fd and shift == place - offset and 0 <= offset - bounds[1] <= PADDING:
+                if span_fd == fd and shift == place - offset and 0 <= offset - bounds[1] <= padding:
                     bounds[1] = offset + length
                     starts.append((offset, index))
                     continue

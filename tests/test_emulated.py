@@ -18,7 +18,8 @@ from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.fuse import Group
 from reflex_ipc.errors import ReflexError
 from reflex_ipc.gguf import GGUF
-from reflex_ipc.plan import PARENT_NONE, PARENT_STATE, Route, Step
+from reflex_ipc.ops import Route
+from reflex_ipc.plan import PARENT_NONE, PARENT_STATE, Step
 from reflex_ipc.reference.executor import ReferenceExecutor
 from reflex_ipc.reference.ops import FUNCTIONS, Run, States
 from reflex_ipc.reference.weights import Weights

@@ -24,7 +24,8 @@ from reflex_ipc.cuda.executor import CudaExecutor, Weights
 from reflex_ipc.cuda.upload import Upload
 from reflex_ipc.errors import CancelledError, DeviceError, ModelFileError, OutOfMemoryError, ReflexError
 from reflex_ipc.gguf import GGUF
-from reflex_ipc.plan import ExpertLinear, Step
+from reflex_ipc.ops import ExpertLinear
+from reflex_ipc.plan import Step
 from reflex_ipc.sampler import Sampler, Sampling
 
 pytest_plugins = ["fakecuda.fixtures"]

@@ -7,7 +7,7 @@ experts follow when the last layer is queued; the second step waits for all of t
 
 from time import monotonic_ns
 
-from reflex_ipc.plan import ExpertLinear
+from reflex_ipc.ops import ExpertLinear
 from reflex_ipc.stamps import stamp
 
 TYPE_CHECKING = False
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from reflex_ipc.cuda.device import Stream
     from reflex_ipc.cuda.upload import Upload
-    from reflex_ipc.plan import Plan, Value
+    from reflex_ipc.ops import Value
+    from reflex_ipc.plan import Plan
 
 MOST = 0.6
 """Share of the experts that a step may be expected to choose: chosen slabs come at about half the rate of everything in

@@ -5,14 +5,12 @@
 
 One launch of a graph runs all layers of a model, each on a state of its own, as a step does; the time is a layer's.
 `whole` is everything from the convolution to the gate as the executor launches it, `apart` the same op by op, `rule`
-the delta rule alone as the executor launches it; `steps` is the rule four tokens a step, `chunks16` and `chunks32` by
-chunks in blocks of 16 and of 32 columns. Errors are relative, against float64, of outputs and of the state afterwards.
+the delta rule alone. Errors are relative, against float64, of outputs and of the state afterwards.
 """
 
 import argparse
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,8 +20,6 @@ WARM = 2  # rounds
 SHAPES = {"0.8B": (16, 16, 18), "9B": (16, 32, 24), "27B": (16, 48, 48)}  # key heads, value heads, layers; d is 128
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 CHECKED = (1, 2, 33, 300)
-RULES = {"steps": (1 << 30, 0), "chunks16": (1, 16), "chunks32": (1, 32)}
-"""How the rule is run -> from how many tokens on by chunks, columns of a block."""
 
 
 def options() -> argparse.Namespace:
@@ -54,17 +50,6 @@ from reflex_ipc.cuda.launch import Kernels, Launch  # noqa: E402
 from reflex_ipc.cuda.lower import _GROUPS, Lowering  # noqa: E402
 from reflex_ipc.cuda.places import Places, Shape  # noqa: E402
 from reflex_ipc.ops import DeltaRule, Value  # noqa: E402
-
-
-@contextmanager
-def rule_by(name: str) -> Iterator[None]:
-    kept = families.LEAST_CHUNKED, families.chunk_columns
-    families.LEAST_CHUNKED, columns = RULES[name]
-    families.chunk_columns = lambda low, op: columns
-    try:
-        yield
-    finally:
-        families.LEAST_CHUNKED, families.chunk_columns = kept
 
 
 class Layers(Lowering):
@@ -179,7 +164,6 @@ def main() -> int:
     device = start_driver(0, given.library).wait()
     kernels = Kernels(device, given.kernels or launch.LIB)
     ways = ["whole", "apart", "rule"] if "delta" in _GROUPS else ["apart", "rule"]
-    rules = list(RULES) if hasattr(families, "LEAST_CHUNKED") else []
     rows: list[dict[str, Any]] = []
     for model in given.shapes:
         n_head_k, n_head_v, n_layer = SHAPES[model]
@@ -193,24 +177,17 @@ def main() -> int:
             for how in ways[:-1]:
                 out, state = layers.errors(how, n, (outputs, matrices))
                 rows.append({"model": model, "n": n, "how": how, "error_out": out, "error_state": state})
-            for how in rules:
-                with rule_by(how):
-                    out, state = layers.errors("apart", n, (outputs, matrices))
-                rows.append({"model": model, "n": n, "how": how, "error_out": out, "error_state": state})
         layers.feed(Data(net, max(given.counts)))
         for n in given.counts:
             layers.begin(n)
             rows += [{"model": model, "n": n, "how": how, "us": layers.microseconds(how, n)} for how in ways]
-            for how in rules:
-                with rule_by(how):
-                    rows.append({"model": model, "n": n, "how": how, "us": layers.microseconds("rule", n)})
         layers.close()
     given.out.mkdir(parents=True, exist_ok=True)
     measure.save(given.out / "delta.json", measure.document("delta", {"root": str(given.root), "rows": rows}))
     for row in rows:
         if "error_out" in row:
             print(f"{row['model']:<6}{row['n']:>5} {row['how']:<8} {row['error_out']:9.1e} {row['error_state']:9.1e}")
-    print(f"{'µs a layer':<11}" + "".join(f"{how:>9}" for how in [*ways, *rules]))
+    print(f"{'µs a layer':<11}" + "".join(f"{how:>9}" for how in ways))
     for model in given.shapes:
         for n in given.counts:
             figures = [row["us"] for row in rows if "us" in row and (row["model"], row["n"]) == (model, n)]

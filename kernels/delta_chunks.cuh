@@ -201,7 +201,8 @@ __device__ __forceinline__ void delta_prepare_chunk(const Delta &a) {
     (which ? out.mix : out.solve)[tile][lane] = make_int4(high[0], high[1], low[0], low[1]);
 }
 
-template <int COLUMNS>
+constexpr int COLUMNS = 32;  // of the state a block has
+
 struct ChunkFetch {  // a chunk in shared memory
     half planes[4][CHUNK][PADDED];
     ChunkGates gates;
@@ -209,7 +210,6 @@ struct ChunkFetch {  // a chunk in shared memory
 };
 
 // Fetches chunk after chunk; a thread the same pieces of 16 bytes of each.
-template <int COLUMNS>
 struct ChunkFetcher {
     static constexpr int THREADS = COLUMNS / 16 * SLICES * WARP, KEYS = sizeof(ChunkKeys) / 16 / THREADS;
     static constexpr int GATES = sizeof(ChunkGates) / 16, KEY_PIECES = LARGEST_HEAD / 8, VALUE_PIECES = COLUMNS / 4;
@@ -229,7 +229,7 @@ struct ChunkFetcher {
         left = column < a.d_v ? a.s.n_tokens - row : 0;
     }
 
-    __device__ __forceinline__ void next(ChunkFetch<COLUMNS> &to) {
+    __device__ __forceinline__ void next(ChunkFetch &to) {
         int thread = threadIdx.x;
 #pragma unroll
         for (int i = 0; i < KEYS; i++)
@@ -248,27 +248,25 @@ struct ChunkFetcher {
     }
 };
 
-template <int COLUMNS>
 struct ChunkMemory {
-    ChunkFetch<COLUMNS> fetches[2];
+    ChunkFetch fetches[2];
     float4 parts[COLUMNS / 16][SLICES][4][WARP];  // of K S and of Q S, tokens 0-7 and 8-15, what a slice of rows is in them
 };
 
 // As reflex_ipc/cuda/families.py has them.
 static_assert(sizeof(ChunkKeys) == 16384 && sizeof(ChunkGates) == 2192);
-static_assert(sizeof(ChunkMemory<16>) == 49952 && sizeof(ChunkMemory<32>) == 60192);
+static_assert(sizeof(ChunkMemory) == 60192);
 
 // Grid (n_head_v, d_v / COLUMNS), COLUMNS / 4 warps. S lies transposed in the registers, as sums of tensor cores: a warp has
 // 16 columns, as rows of a tile, and a slice of 32 rows, as columns of four tiles, which makes it operand a of the next
 // product as it is. U is computed in every slice. What comes out of a chunk waits for the next one: nothing waits for Q S.
-template <int COLUMNS>
-__device__ __forceinline__ void delta_chunks(const Delta &a, ChunkMemory<COLUMNS> &memory) {
+__device__ __forceinline__ void multiply_chunks(const Delta &a, ChunkMemory &memory) {
     constexpr int ROWS = LARGEST_HEAD / SLICES, TILES = ROWS / 8, STEPS = ROWS / 16;
     int head = blockIdx.x, lane = threadIdx.x % WARP, slice = threadIdx.x / WARP % SLICES;
     int group = threadIdx.x / (WARP * SLICES), pair = lane % 4 * 2, here = group * 16 + lane / 4;
     int column = blockIdx.y * COLUMNS + here;
     Prepared from(a, head);
-    ChunkFetcher<COLUMNS> fetcher(a, from, head);
+    ChunkFetcher fetcher(a, from, head);
     wait_for_predecessor();
     fetcher.next(memory.fetches[0]);
 
@@ -287,7 +285,7 @@ __device__ __forceinline__ void delta_chunks(const Delta &a, ChunkMemory<COLUMNS
     each([&](float &x, int64_t at, bool there) { x = there ? before[at] : 0.0f; });
 
     // A slice's part in K S or Q S, tokens 0-7 and 8-15.
-    auto give = [&](const ChunkFetch<COLUMNS> &f, int which, const Operand (&x)[STEPS], const float (&down)[2]) {
+    auto give = [&](const ChunkFetch &f, int which, const Operand (&x)[STEPS], const float (&down)[2]) {
         float sums[STEPS][2][4] = {};
 #pragma unroll
         for (int u = 0; u < STEPS; u++) {
@@ -341,7 +339,7 @@ __device__ __forceinline__ void delta_chunks(const Delta &a, ChunkMemory<COLUMNS
     };
 
     for (int first = 0; first < a.s.n_tokens; first += CHUNK) {
-        ChunkFetch<COLUMNS> &f = memory.fetches[first / CHUNK % 2];
+        ChunkFetch &f = memory.fetches[first / CHUNK % 2];
         float up[2], down[2], more_up[2], more_down[2];
         Operand x[STEPS], y;
         scales(state, up, down);

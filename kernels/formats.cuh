@@ -10,8 +10,7 @@
 #define REFLEX_DENSE_FORMAT(NAME, FORMAT)      \
   REFLEX_MATVEC(matvec_##NAME, FORMAT, FORMAT) \
   REFLEX_MATMUL(mma_##NAME##_8, FORMAT, 8)     \
-  REFLEX_FEW(mma_##NAME##_16, FORMAT, 16)      \
-  REFLEX_FEW(mma_##NAME##_32, FORMAT, 32)      \
+  REFLEX_MATMUL(mma_##NAME##_16, FORMAT, 16)   \
   REFLEX_FEW(mma_##NAME##_64, FORMAT, 64)      \
   REFLEX_WIDEN(widen_##NAME, FORMAT)
 
@@ -21,6 +20,5 @@
 
 // Of the types that most models are made of.
 #define REFLEX_MORE_WIDTHS(NAME, FORMAT)  \
-  REFLEX_FEW(mma_##NAME##_24, FORMAT, 24) \
-  REFLEX_FEW(mma_##NAME##_40, FORMAT, 40) \
-  REFLEX_FEW(mma_##NAME##_48, FORMAT, 48)
+  REFLEX_FEW(mma_##NAME##_32, FORMAT, 32) \
+  REFLEX_FEW(mma_##NAME##_40, FORMAT, 40)

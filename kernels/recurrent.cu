@@ -75,13 +75,9 @@ DELTA(128)
 extern "C" __global__ void __launch_bounds__(4 * WARP) delta_prepare(const __grid_constant__ Delta a) {
     delta_prepare_chunk(a);
 }
-extern "C" __global__ void __launch_bounds__(4 * WARP, 4) delta_chunks_16(const __grid_constant__ Delta a) {
+extern "C" __global__ void __launch_bounds__(COLUMNS / 4 * WARP, 2) delta_chunks(const __grid_constant__ Delta a) {
     extern __shared__ int4 memory[];
-    delta_chunks<16>(a, *(ChunkMemory<16> *)memory);
-}
-extern "C" __global__ void __launch_bounds__(8 * WARP, 2) delta_chunks_32(const __grid_constant__ Delta a) {
-    extern __shared__ int4 memory[];
-    delta_chunks<32>(a, *(ChunkMemory<32> *)memory);
+    multiply_chunks(a, *(ChunkMemory *)memory);
 }
 
 struct DeltaToken {

@@ -141,18 +141,16 @@ def test_long_texts_in_pieces(bench, net: Net, hard: bool) -> None:
         close(b.states["matrices"][b.parity], matrices)
 
 
-def by_chunks(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    """All texts, with so many columns a block."""
+@pytest.fixture
+def by_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All texts, however short."""
     monkeypatch.setattr(families, "LEAST_CHUNKED", 1)
-    monkeypatch.setattr(families, "chunk_columns", lambda low, op: columns)
 
 
-@pytest.mark.parametrize("columns", [16, 32])
 @pytest.mark.parametrize("hard", [False, True])
 @pytest.mark.parametrize("net", [Net(1, 1, 128), Net(1, 2, 36)], ids=str)
-def test_chunks_of_every_length(bench, monkeypatch, net: Net, hard: bool, columns: int) -> None:
-    by_chunks(monkeypatch, columns)
-    for n in range(1 + columns // 32, 66, 2):
+def test_chunks_of_every_length(bench, by_chunks, net: Net, hard: bool) -> None:
+    for n in range(1, 66):
         data = Data(net, n, hard=hard)
         b = bench(net, data)
         out, _, matrices = expected(net, data, list(range(-1, n - 1)), n)
@@ -160,10 +158,8 @@ def test_chunks_of_every_length(bench, monkeypatch, net: Net, hard: bool, column
         close(b.states["matrices"][1], matrices, least=1e-36)  # float32 ends there
 
 
-@pytest.mark.parametrize("columns", [16, 32])
 @pytest.mark.parametrize("net", NETS, ids=str)
-def test_chunks_after_chunks(bench, monkeypatch, net: Net, columns: int) -> None:
-    by_chunks(monkeypatch, columns)
+def test_chunks_after_chunks(bench, by_chunks, net: Net) -> None:
     n = 43
     data = Data(net, n)
     out, _, matrices = expected(net, data, list(range(-1, n - 1)), n)
@@ -173,9 +169,8 @@ def test_chunks_after_chunks(bench, monkeypatch, net: Net, columns: int) -> None
 
 
 @pytest.mark.parametrize("what", ["alike", "kept", "large", "small", "gone"])
-def test_chunks_of_tokens_that_strain_them(bench, monkeypatch, what: str) -> None:
+def test_chunks_of_tokens_that_strain_them(bench, by_chunks, what: str) -> None:
     """Keys all alike, with nothing forgotten or everything written, too; values and states far from 1, gates near 0."""
-    by_chunks(monkeypatch, 32)
     net, n = Net(1, 2, 128), 50
     data = Data(net, n)
     data.x[:, : 2 * net.d] = data.x[0, : 2 * net.d]
@@ -273,7 +268,5 @@ def test_the_benchmark_runs(emulated, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "delta.json").read_text())["rows"]
-    assert [(row["n"], row["how"]) for row in rows if "us" in row] == [
-        (3, how) for how in ("whole", "apart", "rule", "steps", "chunks16", "chunks32")
-    ]
+    assert [(row["n"], row["how"]) for row in rows if "us" in row] == [(3, how) for how in ("whole", "apart", "rule")]
     assert max(row["error_state"] for row in rows if "error_state" in row) <= BOUND

@@ -314,6 +314,7 @@ class Opening:
             self._error = error
         finally:
             self._done.release()
+            atexit.unregister(self._settle)  # or what it refers to would stay for as long as the process
 
     def _settle(self) -> None:
         with self._done:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LARGEST_KEY = 128  # of the delta rule: kernels/delta.cuh
 CHUNK, CHUNK_KEYS, CHUNK_GATES = 16, 16384, 2192  # tokens, bytes of ChunkKeys and ChunkGates: kernels/delta_chunks.cuh
-CHUNK_SHARED = {16: 49952, 32: 60192}  # columns of a block -> bytes of ChunkMemory
+CHUNK_COLUMNS, CHUNK_SHARED = 32, 60192  # of a block, bytes of ChunkMemory
 LEAST_CHUNKED = 16
 """Tokens from which on the delta rule of a text goes by chunks."""
 
@@ -188,12 +188,6 @@ def _chunk_bytes(op: ops.DeltaRule, n_tokens: int) -> int:
     return -(-n_tokens // CHUNK) * (op.n_head_k * CHUNK_KEYS + op.n_head_v * CHUNK_GATES)
 
 
-def chunk_columns(low: "Lowering", op: ops.DeltaRule) -> int:
-    """Of a block: fewer where a device has a multiprocessor for each of these blocks."""
-    _, d_v = _head_widths(op)
-    return 16 if op.n_head_v * -(-d_v // 16) <= low.multiprocessors else 32
-
-
 def _delta_rule(
     low: "Lowering",
     op: ops.DeltaRule,
@@ -224,9 +218,8 @@ def _delta_rule(
     if shape.n_tokens >= LEAST_CHUNKED and not shape.is_tree:
         chunks = -(-shape.n_tokens // CHUNK)
         yield low.launch("delta_prepare", (chunks, op.n_head_v, 1), 128, [arguments])
-        columns = chunk_columns(low, op)
-        grid = (op.n_head_v, -(-d_v // columns), 1)
-        yield low.launch(f"delta_chunks_{columns}", grid, 8 * columns, [arguments], CHUNK_SHARED[columns])
+        grid = (op.n_head_v, -(-d_v // CHUNK_COLUMNS), 1)
+        yield low.launch("delta_chunks", grid, 8 * CHUNK_COLUMNS, [arguments], CHUNK_SHARED)
         return
     compiled = next(n for n in (32, 64, 128) if n >= d_k)
     kernel = f"delta_{'tree' if shape.is_tree else 'rule'}_{compiled}"

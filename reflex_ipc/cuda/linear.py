@@ -95,14 +95,16 @@ PAIRS = (
 )
 """Types that share a matrix-vector kernel: what llama.cpp's mixes put beside each other in one layer."""
 
-WIDTHS = (8, 16, 24, 32, 40, 48, 64)
+WIDTHS = (8, 16, 32, 40, 64)
 """Rows of x that the kernels with dequantisation on the way multiply at once,"""
-MORE_WIDTHS = (24, 40, 48)
+ALONE = 16
+"""up to so many by `matmul.cuh`, where each warp reads x itself, more by `few.cuh`,"""
+MORE_WIDTHS = (32, 40)
 """and those of them that are compiled only for"""
 COMMON = ("F16", "BF16", "Q4_0", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 
-FEW = 64
-"""Up to so many rows weights are dequantised on the way; above, into scratch."""
+FEW = 128
+"""Up to so many rows weights are dequantised on the way, `WIDTHS[-1]` at a time; above, into scratch."""
 
 REPEATED = 16
 """Up to so many rows that must be exact are multiplied one by one: what `matvec` reads of a weight for the second row
@@ -207,7 +209,7 @@ def scratch_bytes(n: int, width: int, matrices: Sequence[Matrix], swiglu: bool =
             rows = room.rows(matrix.n_out * (2 if swiglu else 1))
             need = max(need, room.widened_scale + 4 * rows)
         if n > 1 and matrix.type != "F32" and not exact:
-            few = _Room(0, _round_up(min(n, FEW), 32), width)
+            few = _Room(0, _round_up(min(n, FEW), WIDTHS[-1] if n > ALONE else ALONE), width)
             need = max(need, few.widened + _sums_bytes(min(n, FEW), sum(m.n_out for m in matrices)))
     return need
 
@@ -429,10 +431,11 @@ def _round_up(n: int, step: int) -> int:
 
 
 def _width(limits: Limits, n: int, kinds: Sequence[str]) -> int:
-    """Rows of x a block: the fewest that hold all, or as many as shared memory holds stages of."""
+    """Rows of x a block: the fewest that hold an equal share of all, or as many as shared memory holds stages of."""
     known = [w for w in WIDTHS if w not in MORE_WIDTHS or all(kind in COMMON for kind in kinds)]
-    known = [w for w in known if w == WIDTHS[0] or all(few_shapes(limits, kind, w) for kind in kinds)]
-    return next((w for w in known if w >= n), known[-1])
+    known = [w for w in known if w <= ALONE or all(few_shapes(limits, kind, w) for kind in kinds)]
+    share = -(-n // -(-n // known[-1]))
+    return next(w for w in known if w >= share)
 
 
 def _prepare(
@@ -447,7 +450,7 @@ def _prepare(
 def _matmul(limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: int, swiglu: bool) -> list[Call]:
     kinds = list(dict.fromkeys(m.type for m in matrices))
     width = _width(limits, x.n, kinds)
-    if width > WIDTHS[0]:
+    if width > ALONE:
         return few(limits, x, matrices, scratch, swiglu, width)
     n_rows = _round_up(x.n, width)
     room = _Room(scratch, n_rows, x.width)

@@ -57,6 +57,8 @@ class Sampling:
         self._memory = device.allocate(sums + aligned(_SETTINGS.size) + MAILS * _MAIL.size, "sampling")
         self._settings = self._memory.address + sums
         self._letters = self._settings + aligned(_SETTINGS.size)
+        # A choice writes no more of its letter than it reports; one that was never written holds NaN, and is refused.
+        stream.fill(self._letters, 0xFF, MAILS * _MAIL.size)
         self._adjusted = 0
         self._changes = 0
         self._event = device.event()

@@ -302,8 +302,6 @@ from reflex_ipc import archs
 from reflex_ipc.cuda.executor import CudaExecutor
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.plan import Step
-from reflex_ipc.reference.ops import Run, States
-from reflex_ipc.reference.weights import Weights
 from reflex_ipc.sampler import Sampler, Sampling
 gguf = GGUF.open(sys.argv[1])
 plan = archs.build(gguf)

@@ -187,7 +187,8 @@ __device__ __forceinline__ void delta_prepare_chunk(const Delta &a) {
             out.left[i] = decays[i][CHUNK];
             out.behind[i] = behind * power_of_two(-e_most);
         }
-        if (lane == 0) out.most = power_of_two(e_most);
+        // With what is unused behind it, for it is fetched in 16 bytes.
+        if (lane == 0) *(float4 *)&out.most = make_float4(power_of_two(e_most), 0.0f, 0.0f, 0.0f);
     }
     __syncthreads();
     int which = warp / 2, tile = warp % 2;

@@ -242,7 +242,8 @@ class TestEnergy:
     def test_known_power(self):
         power = Power()
         counter = energy.Counter(power.joules)
-        assert 0.008 < counter.interval_s < 0.03
+        # 10 ms; a busy machine sees one update late and the next in time.
+        assert 0.005 < counter.interval_s < 0.03
         before = counter.power(0.3)
         batch = energy.starts(counter, power.launch, 10, 0.8)
         busy = power.busy_s

@@ -192,6 +192,7 @@ def test_no_graph_is_made_before_the_first_token(fake: Fake, kernels, model) -> 
 def test_layers_wait_for_their_weights_in_order(fake: Fake, kernels, model) -> None:
     executor = opened(fake, model)
     executor.reserve(8)
+    executor._upload.join()  # whose threads wait for events, too
     before = len(fake.log)
     executor.forward(Step.text(range(5), 0, [4]))
     log = [line.split() for line in fake.log[before:]]

@@ -437,4 +437,5 @@ def test_the_first_chunk_is_not_held_back(child: Sidecar) -> None:
                 next(said)
                 seconds.append(time.monotonic() - began)
                 assert list(said)[-1] == "[DONE]"
-    assert sorted(seconds)[7] < 0.03
+    # With it each of them would take 40 ms; without it a busy machine delays some.
+    assert sorted(seconds)[3] < 0.03

@@ -1,11 +1,12 @@
-"""Would a model of experts answer sooner if the experts that the first token needs were uploaded first?
+"""Does a model of experts answer sooner when the experts that the first token needs are uploaded first?
 
     python bench/experts_first.py qwen3-30b-a3b-Q4_K_M.gguf --out results/experts.json
 
-Today all weights go up in the order of the layers, and the first token is out when the last has arrived. The other way
-sends everything but the experts, and then, layer by layer, what the router chose: a choice that only the device
-knows, after the layer before it is done. That is a chain of round trips: ids to the host, slabs read from the page
-cache, slabs copied, the next layer. Both are run here with the driver's own copies, from the same page cache. The
+What cuda/routed.py was built on; bench/experts_starts.py measures what came of it. One way, all weights go up in the
+order of the layers, and the first token is out when the last has arrived. The other way sends everything but the
+experts, and then, layer by layer, what the router chose: a choice that only the device knows, after the layer before it
+is done. That is a chain of round trips: ids to the host, slabs read from the page cache, slabs copied, the next layer.
+Both are run here with the driver's own copies, from the same page cache. The
 chain computes nothing, not even the routers, so it is shorter than any real one could be; its choices are drawn at
 random, as different for each token of the prompt as those of random weights.
 

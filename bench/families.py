@@ -69,7 +69,7 @@ def warm(path: Path) -> dict[str, Any]:
     saved = json.loads(path.read_text())
     found: dict[str, Any] = {}
     for row in saved["rows"]:
-        if row["what"] in ("prefill", "decode"):
+        if (row["what"], row.get("depth", 0)) in (("prefill", 0), ("decode", 128)):
             found[row["what"]] = {
                 "per_second": row["per_second"],
                 "bytes_s": row["bytes"] / summary(row["seconds"]).median,

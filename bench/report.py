@@ -7,8 +7,11 @@ All results of a page come from one machine and one state of the sources; others
 """
 
 import argparse
+import re
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +111,9 @@ def _coldstart(rows: Sequence[Row], pictures: dict[str, str]) -> str:
     parts = [
         "## Cold start\n\nMilliseconds from launch to the first byte of the first token, whole processes timed from "
         "outside, contenders interleaved. The floor is a C program that brings the driver up and copies the same file "
-        "to the device (`bench/floor.c`); nothing can be faster that does the same work."
+        "to the device (`bench/floor.c`); nothing can be faster that does the same work. Ratios below 1 are of starts "
+        "that do less, where routed experts come first, of a cold page cache, which reflex reads ahead while the driver "
+        "starts and the floor does not, or within the spread of the runs."
     ]
     for state, cache in dict.fromkeys((row["state"], row["cache"]) for row in rows):
         here = [row for row in rows if (row["state"], row["cache"]) == (state, cache)]
@@ -280,20 +285,28 @@ def _not_run(documents: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _repeat(documents: Sequence[Mapping[str, Any]]) -> str:
-    commands = dict.fromkeys("python " + " ".join(document["command"]) for document in documents)
+    commands = dict.fromkeys("python " + _shown(document["command"]) for document in documents)
     flags = dict.fromkeys(
-        (row["contender"], " ".join([*(f"{k}={v}" for k, v in row["env"].items()), *row["command"]]))
+        (row["contender"], _shown([*(f"{k}={v}" for k, v in row["env"].items()), *row["command"]]))
         for document in documents
         if document["kind"] == "coldstart"
         for row in document["rows"]
     )
     shown = "\n".join(f"- {name}: `{command}`" for name, command in dict(reversed(list(flags))).items())
     return (
-        "## How to repeat it\n\nOn a machine with a GPU, a C compiler and nvcc, from a clone:\n\n```console\n"
+        "## How to repeat it\n\nOn a machine with a GPU, a C compiler and nvcc, from a clone, after `python kernels/build.py "
+        "native` and with folders of your own:\n\n```console\n"
         + "\n".join(f"$ {command}" for command in commands)
         + "\n$ make bench-report\n$ python bench/compare.py OLD NEW    # what got slower beyond noise\n```"
         + (f"\n\nEach contender was started like this:\n\n{shown}" if shown else "")
     )
+
+
+def _shown(command: Sequence[str]) -> str:
+    """A command for whoever repeats it: FOLDER for the folders of that machine, T for its clock, no digests."""
+    words = [word for before, word in pairwise(["", *command]) if "--sha256" not in (before, word)]
+    words = [re.sub(r"^/.*/(?=.)", "FOLDER/", word) for word in words]
+    return shlex.join(re.sub(r"^[0-9]+[.][0-9]{6,}$", "T", word) for word in words)
 
 
 def main() -> int:

@@ -1,8 +1,8 @@
 """The only file that does protocol I/O: standard input and output, and a Unix socket.
 
 One thread, one `poll`. A connection is a `Channel`: a session (the rules), the descriptor its lines come from, the one
-its events go to, and the lines that wait to be written. The engine runs in the same thread and calls back between
-tokens, and that call looks at every descriptor without waiting. Nothing here is asynchronous; nothing is concurrent.
+its events go to, and the lines that wait to be written. The engine runs in the same thread and calls back where
+protocol.md says that a request can end, and that call looks at every descriptor without waiting. Nothing here is asynchronous; nothing is concurrent.
 
 Descriptors that were inherited stay in blocking mode, because the mode belongs to whoever else has them open. They are
 read and written only after `poll`, never more than PIPE_BUF at once, which a ready pipe takes without blocking.
@@ -242,7 +242,7 @@ class Loop:
         self._last_active = time.monotonic()
 
     def _verdict(self, channel: Channel) -> str | None:
-        """The engine's question between two tokens: go on?"""
+        """The engine's question wherever it may end: go on?"""
         self._pump(0)
         return channel.session.verdict(time.monotonic())
 

@@ -112,8 +112,8 @@ def _coldstart(rows: Sequence[Row], pictures: dict[str, str]) -> str:
         "## Cold start\n\nMilliseconds from launch to the first byte of the first token, whole processes timed from "
         "outside, contenders interleaved. The floor is a C program that brings the driver up and copies the same file "
         "to the device (`bench/floor.c`); nothing can be faster that does the same work. Ratios below 1 are of starts "
-        "that do less, where routed experts come first, of a cold page cache, which reflex reads ahead while the driver "
-        "starts and the floor does not, or within the spread of the runs."
+        "that do less, where routed experts come first, of a cold page cache, which reflex reads ahead while the "
+        "driver starts and the floor does not, or within the spread of the runs."
     ]
     for state, cache in dict.fromkeys((row["state"], row["cache"]) for row in rows):
         here = [row for row in rows if (row["state"], row["cache"]) == (state, cache)]
@@ -294,8 +294,8 @@ def _repeat(documents: Sequence[Mapping[str, Any]]) -> str:
     )
     shown = "\n".join(f"- {name}: `{command}`" for name, command in dict(reversed(list(flags))).items())
     return (
-        "## How to repeat it\n\nOn a machine with a GPU, a C compiler and nvcc, from a clone, after `python kernels/build.py "
-        "native` and with folders of your own:\n\n```console\n"
+        "## How to repeat it\n\nOn a machine with a GPU, a C compiler and nvcc, from a clone, after `python "
+        "kernels/build.py native` and with folders of your own:\n\n```console\n"
         + "\n".join(f"$ {command}" for command in commands)
         + "\n$ make bench-report\n$ python bench/compare.py OLD NEW    # what got slower beyond noise\n```"
         + (f"\n\nEach contender was started like this:\n\n{shown}" if shown else "")

@@ -2,7 +2,8 @@
 
 One thread, one `poll`. A connection is a `Channel`: a session (the rules), the descriptor its lines come from, the one
 its events go to, and the lines that wait to be written. The engine runs in the same thread and calls back where
-protocol.md says that a request can end, and that call looks at every descriptor without waiting. Nothing here is asynchronous; nothing is concurrent.
+protocol.md says that a request can end, and that call looks at every descriptor without waiting. Nothing here is
+asynchronous; nothing is concurrent.
 
 Descriptors that were inherited stay in blocking mode, because the mode belongs to whoever else has them open. They are
 read and written only after `poll`, never more than PIPE_BUF at once, which a ready pipe takes without blocking.

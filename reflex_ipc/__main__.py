@@ -1,7 +1,7 @@
 """Entry of the command, as `python -m reflex_ipc` and as a file run by the installed launcher under `-I -S`."""
 
+import _signal as signal  # type: ignore[import-not-found]  # the other imports much that Ctrl-C would meet
 import gc
-import signal
 import sys
 from time import monotonic_ns
 

@@ -254,10 +254,10 @@ class Engine:
         chosen = scoring.Options(**options)
         scoring.check(candidates, chosen)
         if isinstance(prompt, str):
-            texts = scoring.of_text(self.tokenizer, prompt, candidates, chosen.join, poll)
+            texts = scoring.of_text(self.tokenizer, prompt, candidates, chosen.join, self.n_ctx, poll)
         else:
             parts = self.template.render(list(prompt), arguments=chosen.arguments).parts
-            texts = scoring.of_parts(self.tokenizer, parts, candidates, chosen.join, poll)
+            texts = scoring.of_parts(self.tokenizer, parts, candidates, chosen.join, self.n_ctx, poll)
         split = scoring.split(self.tokenizer, *texts, end=chosen.end)
         stamp("tokens")
         longest = len(split.context) + max(len(tail.tokens) for tail in split.tails) - 1

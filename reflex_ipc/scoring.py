@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from reflex_ipc.errors import InvalidRequestError, go_on
+from reflex_ipc.errors import ContextOverflowError, InvalidRequestError, go_on
 from reflex_ipc.plan import PARENT_NONE, PARENT_STATE, PREFILL_CHUNK, Step
 
 if TYPE_CHECKING:
@@ -92,21 +92,37 @@ Texts = tuple[list[int], Sequence[str], list[list[int]]]
 """The prompt's ids, the candidates, and of each the ids of prompt and candidate together."""
 
 
-def of_text(tokenizer: "Tokenizer", prompt: str, candidates: Sequence[str], join: str, poll: Poll | None) -> Texts:
-    ids, *texts = (
-        tokenizer.encode(prompt + tail, bos=tokenizer.add_bos, poll=poll)
-        for tail in ("", *(join + text for text in candidates))
+def of_text(
+    tokenizer: "Tokenizer", prompt: str, candidates: Sequence[str], join: str, n_ctx: int, poll: Poll | None
+) -> Texts:
+    """Raises ContextOverflowError at the first text that `n_ctx` tokens of context cannot hold."""
+    tokenizer.check_length(prompt, n_ctx)
+    return _texts(
+        lambda tail: tokenizer.encode(prompt + tail, bos=tokenizer.add_bos, poll=poll), candidates, join, n_ctx
     )
-    return ids, candidates, texts
 
 
 def of_parts(
-    tokenizer: "Tokenizer", parts: Sequence[tuple[str, bool]], candidates: Sequence[str], join: str, poll: Poll | None
+    tokenizer: "Tokenizer",
+    parts: Sequence[tuple[str, bool]],
+    candidates: Sequence[str],
+    join: str,
+    n_ctx: int,
+    poll: Poll | None,
 ) -> Texts:
     """The same after a rendered chat, in which control tokens are recognised where a part says so."""
-    ids, *texts = (
-        tokenizer.encode_parts([*parts, *tail], poll) for tail in ([], *([(join + text, False)] for text in candidates))
-    )
+    tokenizer.check_length("".join(text for text, _ in parts), n_ctx)
+    return _texts(lambda tail: tokenizer.encode_parts([*parts, (tail, False)], poll), candidates, join, n_ctx)
+
+
+def _texts(encode: Callable[[str], list[int]], candidates: Sequence[str], join: str, n_ctx: int) -> Texts:
+    ids, texts = encode(""), []
+    for i, text in enumerate(candidates):
+        texts.append(encode(join + text))
+        if len(texts[-1]) - 1 > n_ctx:  # the last token is scored, not computed
+            raise ContextOverflowError(
+                f"prompt and candidate {i} have {len(texts[-1]) - 1} tokens, the context holds {n_ctx}"
+            )
     return ids, candidates, texts
 
 

@@ -32,7 +32,7 @@ def run(arguments: Namespace) -> int:
     named = [str(about[key]) for key in ("model", "backend") if key in about]
     picture = waterfall.draw(trace, ", ".join(["From launch to first output", *named]))
     try:
-        with open(arguments.output, "w", encoding="utf-8") as file:
+        with open(arguments.output, "w", encoding="utf-8", errors="replace") as file:
             file.write(picture)
     except OSError as error:
         raise InputOutputError(f"writing {arguments.output!r} failed: {error.strerror}") from error
@@ -58,13 +58,23 @@ def _read(path: str) -> dict[str, Any]:
 
 def _record(arguments: Namespace, prompt: str) -> dict[str, Any]:
     """The trace of a run in a process of its own, whose launch is known to the microsecond."""
+    import signal
     import subprocess
     import tempfile
 
     complete_site()
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    # So that the folder and the child do not outlive this process.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
     with tempfile.TemporaryDirectory(prefix="reflex-") as folder:
-        file = f"{folder}/trace.json"
-        command = [*_command(), "run", model_path(arguments.model), f"--prompt={prompt}", "--trace", file]
+        file, text = f"{folder}/trace.json", f"{folder}/prompt"
+        with open(text, "w", encoding="utf-8", newline="") as out:
+            out.write(prompt)  # an argument can be neither so long nor hold a NUL
+        command = [*_command(), "run", model_path(arguments.model), "--file", text, "--trace", file]
         command += ["--max-tokens", str(arguments.max_tokens), "--backend", arguments.backend]
         command += ["--device", str(arguments.device)]
         for option, value in (("--context", arguments.context), ("--threads", arguments.threads)):

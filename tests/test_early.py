@@ -1,5 +1,6 @@
 """What is begun before the interpreter, and taken over by it: the driver, the header, the copy of the model."""
 
+import os
 import random
 import subprocess
 import sys
@@ -8,8 +9,12 @@ from pathlib import Path
 import pytest
 from fakecuda import ROOT, compile_c, library
 
+from reflex_ipc.cuda import LIB
 from reflex_ipc.cuda.upload import CHUNK
 from reflex_ipc.environment import usable_cpus
+
+KERNELS = Path(LIB) / "sm_90a" / "kernels.txt"
+needs_kernels = pytest.mark.skipif(not KERNELS.exists(), reason="the kernels are not built: kernels/build.py all")
 
 SIZE = 37 * (1 << 20) + 4321
 
@@ -176,3 +181,105 @@ def test_a_wrong_guess_is_given_back(take_over, model: Path, tmp_path: Path):
 def test_a_file_that_does_not_fit_is_left_to_the_program(take_over, model: Path):
     said = take_over(model, 0, 1, "use", FAKECUDA_MEMORY=str(SIZE + (500 << 20)))
     assert '[false, "early"' in said  # its threads copy all the same, to memory that the program asked for
+
+
+OPEN = """
+import sys
+sys.path.insert(0, {root!r})
+from reflex_ipc.cuda import native
+native.load.__defaults__ = ({lib!r},)
+from reflex_ipc.cuda import upload
+upload.Upload.__init__.__kwdefaults__["lib"] = {lib!r}
+upload.usable_cpus = lambda: 8  # the ring, whatever the machine
+from reflex_ipc.engine import Engine
+from reflex_ipc.errors import ReflexError
+try:
+    Engine.open(sys.argv[1], backend="cuda").close()
+    print("opened")
+except ReflexError as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.fixture
+def open_engine(lib: Path, tmp_path: Path, fixtures: Path):
+    """Open a model whose copy was begun early, in a process of its own; what the fake driver reports is clean."""
+    (tmp_path / "libcuda.so.1").symlink_to(library())
+
+    def run(**env: str) -> str:
+        model = fixtures / "exact" / "llama-f16.gguf"
+        result = subprocess.run(
+            [sys.executable, "-c", OPEN.format(root=str(ROOT), lib=str(lib)), str(model)],
+            env={
+                "REFLEX_EARLY": "0",
+                "REFLEX_MODEL": str(model),
+                "LD_PRELOAD": str(lib / "early.so"),
+                "LD_LIBRARY_PATH": str(tmp_path),
+                "FAKECUDA_KERNELS": str(KERNELS),
+                "FAKECUDA_REPORT": str(tmp_path / "report"),
+                **env,
+            },
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (result.returncode, result.stderr) == (0, "")
+        violations, _, leaks = (tmp_path / "report").read_text().partition("[violations]\n")[2].partition("[leaks]\n")
+        assert violations == ""
+        assert [line for line in leaks.splitlines() if not line.startswith("context")] == []
+        return result.stdout.strip()
+
+    return run
+
+
+@needs_kernels
+@pytest.mark.parametrize("context_ms", ["0", "300"])
+def test_what_fails_behind_the_early_copy_takes_it_along(open_engine, context_ms: str):
+    """The threads stop before the memory goes that they copy to."""
+    assert open_engine(FAKECUDA_CONTEXT_MS=context_ms) == "opened"
+    for n in (2, 3):
+        assert open_engine(FAKECUDA_CONTEXT_MS=context_ms, FAKECUDA_FAIL=f"cuMemGetInfo_v2:{n}:999") in (
+            "DeviceError",
+            "opened",
+        )
+    assert open_engine(FAKECUDA_CONTEXT_MS=context_ms, FAKECUDA_FAIL="cuMemGetInfo_v2:2:999") == "DeviceError"
+
+
+@needs_kernels
+def test_a_start_on_another_device_is_given_back(open_engine):
+    assert open_engine(FAKECUDA_DEVICES="4", REFLEX_EARLY="3") == "opened"
+
+
+def test_without_a_standard_descriptor_nothing_is_begun(lib: Path, model: Path, tmp_path: Path):
+    (tmp_path / "libcuda.so.1").symlink_to(library())
+    program = "import os, time; time.sleep(0.2); os.system('ls -l /proc/$PPID/fd')"
+    command = f'exec {sys.executable} -I -S -c "{program}" <&-'
+    env = {"REFLEX_EARLY": "0", "REFLEX_MODEL": str(model), "LD_PRELOAD": str(lib / "early.so")}
+    result = subprocess.run(["sh", "-c", command], env=env | {"LD_LIBRARY_PATH": str(tmp_path)}, capture_output=True)
+    assert str(model).encode() not in result.stdout and result.returncode == 0
+
+
+@needs_kernels
+def test_failed_openings_leave_no_threads(monkeypatch: pytest.MonkeyPatch, fixtures: Path, tmp_path: Path):
+    program = (
+        f"import sys, threading; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import reflex_ipc.cuda.upload as upload\n"
+        "upload.usable_cpus = lambda: 8\n"
+        "from reflex_ipc.engine import Engine\n"
+        "from reflex_ipc.errors import DeviceError\n"
+        "def tasks():\n"
+        "    import os\n"
+        "    return len(os.listdir('/proc/self/task'))\n"
+        "counts = []\n"
+        "for _ in range(6):\n"
+        "    try:\n"
+        "        Engine.open(sys.argv[1], backend='cuda', device=7)\n"
+        "    except DeviceError:\n"
+        "        counts.append(tasks())\n"
+        "assert len(counts) == 6 and counts[-1] <= counts[0], counts\n"
+    )
+    (tmp_path / "libcuda.so.1").symlink_to(library())
+    env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "FAKECUDA_KERNELS": str(KERNELS)}
+    model = fixtures / "exact" / "llama-f16.gguf"
+    result = subprocess.run([sys.executable, "-c", program, str(model)], env=env, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")

@@ -396,7 +396,8 @@ def test_a_device_that_is_lost_says_so_in_the_trace(fake: Fake, kernels: None, m
 def test_the_start_before_the_interpreter_is_traced(fake: Fake, tiny: Path, tmp_path: Path) -> None:
     """The real command as the launcher starts it. The fake computes nothing, so that the answer is refused."""
     (tmp_path / "libcuda.so.1").symlink_to(fake.path)
-    early = Path(launch.LIB) / "early.so"
+    early = tmp_path / "early.so"  # the loader splits its list at spaces, which the checkout's path may have
+    early.symlink_to(Path(launch.LIB) / "early.so")
     env = {"LD_LIBRARY_PATH": str(tmp_path), "LD_PRELOAD": str(early), "REFLEX_EARLY": "0"}
     env |= {
         "FAKECUDA_KERNELS": str(KERNELS),

@@ -44,7 +44,7 @@ static struct {
     void *context;
     struct upload *upload; /* its reader threads; the program's own once it has taken the base */
     uint64_t base;         /* of the file's copy on the device, 0 without */
-    int file_done, driver_done; /* under the lock */
+    int file_done, driver_done, is_claimed; /* under the lock */
     pthread_mutex_t lock;
     pthread_cond_t changed;
 } early = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
@@ -211,6 +211,9 @@ static const char *taken(const char *name) {
 __attribute__((constructor)) static void start(void) {
     const char *device = taken("REFLEX_EARLY"), *model = taken("REFLEX_MODEL"), *preloads = getenv("LD_PRELOAD");
     if (!device) return;
+    /* What is opened here must not become standard input or output. */
+    for (int fd = 0; fd <= 2; fd++)
+        if (fcntl(fd, F_GETFD) < 0) return;
     stamp(BEGUN);
     early.device = (int)strtol(device, NULL, 10);
     /* One connection makes the context in half the time. The driver reads the environment once, in cuInit. */
@@ -248,8 +251,14 @@ EXPORT int reflex_early_header(uint64_t device, uint64_t inode, uint64_t size, c
     return 1;
 }
 
-/* The upload of that file, or NULL: to be given an order, and to be taken over or dropped. */
-EXPORT struct upload *reflex_early_upload(void) { return early.upload; }
+/* The upload of that file, for the first who asks: to be given an order, and to be taken over or dropped. */
+EXPORT struct upload *reflex_early_upload(void) {
+    pthread_mutex_lock(&early.lock);
+    struct upload *upload = early.is_claimed ? NULL : early.upload;
+    early.is_claimed |= upload != NULL;
+    pthread_mutex_unlock(&early.lock);
+    return upload;
+}
 
 /* Take the upload over. The address of the file's copy, which is the caller's, too; 0 where it was not started, because
  * there is no driver or not enough memory. Waits until that is known. */
@@ -261,9 +270,13 @@ EXPORT uint64_t reflex_early_base(void) {
     return base;
 }
 
-/* Give back what nobody took over; waits for what is under way. */
-EXPORT void reflex_early_drop(void) {
+/* Give back what nobody took over; waits for what is under way. What somebody has asked for is theirs to give back. */
+EXPORT void reflex_early_drop(int is_theirs) {
     if (!early.times[BEGUN]) return;
     await(&early.driver_done);
-    drop();
+    pthread_mutex_lock(&early.lock);
+    int is_mine = is_theirs || !early.is_claimed;
+    if (is_mine) early.is_claimed = 1;
+    pthread_mutex_unlock(&early.lock);
+    if (is_mine) drop();
 }

@@ -184,7 +184,7 @@ class EarlyCopier(NativeCopier):
         if self._is_taken:
             super().free()
         else:
-            self._c.reflex_early_drop()
+            self._c.reflex_early_drop(True)
 
 
 class MappedCopier(Copier):

@@ -308,6 +308,8 @@ class Opening:
             _thread.start_new_thread(self._open, ())
 
     def _open(self) -> None:
+        if self.native is not None and not self.is_early:
+            self.native.reflex_early_drop(False)  # on another device, where the launcher read the arguments differently
         try:
             self._device = Device(self._index, Driver(self._library))
         except BaseException as error:  # also a KeyboardInterrupt belongs to whoever waits
@@ -348,7 +350,7 @@ class Opening:
         if len(gguf.shards) == 1 and reader.beginning(gguf.shards[0].status) is not None:
             handle: int | None = self.native.reflex_early_upload()
             return handle
-        self.native.reflex_early_drop()
+        self.native.reflex_early_drop(False)
         return None
 
     def close(self) -> None:
@@ -356,7 +358,7 @@ class Opening:
         with self._done:
             self._close()
         if self.is_early and self.native is not None:
-            self.native.reflex_early_drop()
+            self.native.reflex_early_drop(False)
 
     def _close(self) -> None:
         if self._device is not None:

@@ -138,6 +138,7 @@ class CudaExecutor:
         self._device: Device | None = None
         self._trace = trace
         self._tracing: Tracing | None = None
+        upload: Upload | None = None
         try:
             lower.check(plan)
             opening = opening or start_driver(index)
@@ -155,8 +156,12 @@ class CudaExecutor:
             if progress is not None:
                 self._report(progress)
         except BaseException:
-            if opening is not None:
-                opening.close()
+            try:
+                if upload is not None:  # first: its threads may be copying to memory that goes with the device
+                    upload.close()
+            finally:
+                if opening is not None:
+                    opening.close()
             raise
 
     def _open(

@@ -23,7 +23,7 @@ _SIGNATURES: "dict[str, tuple[Any, tuple[Any, ...]]]" = {
     ),
     "reflex_early_upload": (ctypes.c_void_p, ()),
     "reflex_early_base": (ctypes.c_uint64, ()),
-    "reflex_early_drop": (None, ()),
+    "reflex_early_drop": (None, (ctypes.c_int,)),
     "reflex_string_lengths": (
         ctypes.c_uint64,
         (ctypes.c_void_p, *[ctypes.c_uint64] * 4, ctypes.c_void_p, ctypes.c_void_p),

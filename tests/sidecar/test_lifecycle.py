@@ -439,3 +439,37 @@ def test_the_first_chunk_is_not_held_back(child: Sidecar) -> None:
                 assert list(said)[-1] == "[DONE]"
     # With it each of them would take 40 ms; without it a busy machine delays some.
     assert sorted(seconds)[3] < 0.03
+
+
+def test_more_silent_clients_than_descriptors(tiny: Path, tmp_path: Path) -> None:
+    """The longest silent go, also those whose request was answered before it was whole; nothing fills the log."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))"
+    with (
+        UdsEngine(tiny, tmp_path) as engine,
+        Sidecar(tmp_path, "--socket", engine.path, "--wait", "1", patience=limit) as sidecar,
+    ):
+        clients = []
+        for request in (b"", b"GET /livez HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx"):
+            for _ in range(130):
+                clients.append(socket.create_connection(("127.0.0.1", sidecar.port)))
+                clients[-1].sendall(request)
+            time.sleep(0.5)
+            assert httpx.get(sidecar.url + "/livez", timeout=5).status_code == 200
+        for client in clients:
+            client.close()
+        assert "out of system resource" not in sidecar.text()
+
+
+def test_a_body_that_is_never_whole(tiny: Path, tmp_path: Path) -> None:
+    """The answer was given, and still the connection does not wait for ever for the rest."""
+    patience = "serve.BODY_S = serve.HEADERS_S = 0.3"
+    with (
+        UdsEngine(tiny, tmp_path) as engine,
+        Sidecar(tmp_path, "--socket", engine.path, "--wait", "1", patience=patience) as sidecar,
+        socket.create_connection(("127.0.0.1", sidecar.port)) as client,
+    ):
+        client.settimeout(5)
+        client.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx")
+        assert client.recv(1000).startswith(b"HTTP/1.1 200")
+        while client.recv(1000):
+            pass

@@ -1,6 +1,7 @@
 """Scoring against the plain way: every candidate alone, a softmax in float64 over the logits of the whole text."""
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -201,3 +202,16 @@ def test_choices_equal_an_independent_computation(smollm2: Path) -> None:
                 assert list(candidate.tokens) == choice["tokens"]
                 assert np.abs(np.subtract(candidate.token_logprobs, choice["logprobs"])).max() <= 1e-4
                 assert candidate.logprob == pytest.approx(sum(choice["logprobs"]), abs=2e-4)
+
+
+def test_what_no_context_can_hold_is_refused_at_once(fixtures: Path) -> None:
+    """Not after it has been taken apart once for every candidate."""
+    with Engine.open(fixtures / "exact" / "llama-f16.gguf", backend="cpu") as engine:
+        began = time.monotonic()
+        with pytest.raises(ContextOverflowError, match="more than the"):
+            engine.score("no " * 2_000_000, ["x"] * 1000)
+        with pytest.raises(ContextOverflowError, match="more than the"):
+            engine.score([{"role": "user", "content": "no " * 2_000_000}], ["x"] * 1000)
+        with pytest.raises(ContextOverflowError, match="prompt and candidate 0 have"):
+            engine.score("no " * (engine.n_ctx + 1), ["x"] * 4000)
+        assert time.monotonic() - began < 5

@@ -251,12 +251,21 @@ def test_a_start_on_another_device_is_given_back(open_engine):
 
 
 def test_without_a_standard_descriptor_nothing_is_begun(lib: Path, model: Path, tmp_path: Path):
+    """The model would be opened in its place, and read as if it were the input."""
     (tmp_path / "libcuda.so.1").symlink_to(library())
-    program = "import os, time; time.sleep(0.2); os.system('ls -l /proc/$PPID/fd')"
-    command = f'exec {sys.executable} -I -S -c "{program}" <&-'
+    program = "import os, time; time.sleep(0.2); print(*(os.path.realpath(f'/proc/self/fd/{n}') for n in range(8)))"
     env = {"REFLEX_EARLY": "0", "REFLEX_MODEL": str(model), "LD_PRELOAD": str(lib / "early.so")}
-    result = subprocess.run(["sh", "-c", command], env=env | {"LD_LIBRARY_PATH": str(tmp_path)}, capture_output=True)
-    assert str(model).encode() not in result.stdout and result.returncode == 0
+    for closed in (False, True):
+        result = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", program],
+            env=env | {"LD_LIBRARY_PATH": str(tmp_path)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            preexec_fn=(lambda: os.close(0)) if closed else None,
+        )
+        assert (str(model) in result.stdout) != closed
 
 
 @needs_kernels

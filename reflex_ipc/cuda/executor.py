@@ -157,7 +157,9 @@ class CudaExecutor:
                 self._report(progress)
         except BaseException:
             try:
-                if upload is not None:  # first: its threads may be copying to memory that goes with the device
+                # First: its threads may be copying to memory that goes with the device. Once it is a resource of the
+                # device it goes with it in its turn, behind what waits for it.
+                if upload is not None and not upload.is_attached:
                     upload.close()
             finally:
                 if opening is not None:

@@ -66,7 +66,7 @@ class Upload(Resource):
         """How it was done: way, threads, buffers, chunk, cores, cache ("warm", "cold", "unknown"), bytes; early_bytes,
         copied before the order was known; first_bytes, copied when a first step had what it is routed to; and the
         CLOCK_MONOTONIC seconds "started" and "done"."""
-        self._attached = False
+        self.is_attached = False
         self._size = size
         self._cores = cores or usable_cpus()
         self._native = native.load(lib)
@@ -119,7 +119,7 @@ class Upload(Resource):
         self.timings.update(self._copier.description(), started=time.monotonic())
         self._copier.start(device, base)
         super().__init__(device)  # last, so that a closing device stops the copying before it takes anything away
-        self._attached = True
+        self.is_attached = True
 
     def wait_group(self, stream: "Stream", index: int) -> None:
         """Make `stream` wait for the group. Blocks only until the group's last copy is queued."""
@@ -170,7 +170,7 @@ class Upload(Resource):
         return self._started().queued
 
     def _started(self) -> Copier:
-        assert self._copier is not None and self._attached, "start() comes first"
+        assert self._copier is not None and self.is_attached, "start() comes first"
         return self._copier
 
     def close(self) -> None:
@@ -178,7 +178,7 @@ class Upload(Resource):
         if self.is_closed:
             return
         self.is_closed = True
-        if self._attached:
+        if self.is_attached:
             del self.device.resources[id(self)]
         if self._copier is not None:
             self._copier.free()

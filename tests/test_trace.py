@@ -407,13 +407,15 @@ def test_the_start_before_the_interpreter_is_traced(fake: Fake, tiny: Path, tmp_
     }
     file = tmp_path / "trace.json"
     reflex("run", tiny, "Hello", "--backend", "cuda", "--trace", file, code=1, **env)
-    spans = {event["name"]: event for event in events_of(file) if event["ph"] == "X"}
+    events = events_of(file)
+    spans = {event["name"]: event for event in events if event["ph"] == "X"}
     driver, context = spans["early driver"], spans["early context"]
     assert driver["track"] == context["track"] == "early"
     assert driver["dur"] >= 30_000 and context["dur"] >= 20_000
     assert driver["ts"] < spans["interpreter"]["ts"] + spans["interpreter"]["dur"]
     assert {"driver", "context", "layout", "device wait", "memory", "upload", "prompt", "blk.0"} <= set(spans)
-    assert spans["early file"]["track"] == "early"
+    # The launch is known to a clock tick: what was over by then is an instant.
+    assert next(event for event in events if event["name"] == "early file")["track"] == "early"
     assert any(name.startswith("module ") for name in spans)
 
 

@@ -1,7 +1,7 @@
 """Token ids in, token ids out: one model, one sequence, one request at a time.
 
-`Engine` opens a model on a backend; `Generation` is one answer under way. Text meets ids only at their borders, by the
-file's own tokenizer. What an executor runs on is chosen in `backends.py` and nowhere known after it.
+`Engine` opens a model on a backend; `generation.Generation` is one answer under way. Text meets ids only at their
+borders, by the file's own tokenizer. What an executor runs on is chosen in `backends.py` and nowhere known after it.
 """
 
 import os
@@ -92,6 +92,7 @@ class Engine:
             planned = time.perf_counter()
             if meanwhile is not None:
                 meanwhile(engine)
+            begun = time.perf_counter()
             executor, engine.backend, engine.why_cpu = make_executor(
                 gguf, plan, n_ctx, opening, backend, threads, progress, trace
             )
@@ -108,7 +109,7 @@ class Engine:
         engine.timings = {
             "header_ms": (header - began) * 1e3,
             "plan_ms": (planned - header) * 1e3,
-            "executor_ms": (time.perf_counter() - planned) * 1e3,
+            "executor_ms": (time.perf_counter() - begun) * 1e3,
             **lasted("driver", "context"),
         }
         if context is not None:

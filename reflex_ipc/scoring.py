@@ -298,7 +298,7 @@ class Scored(NamedTuple):
 
 
 class Executor(Protocol):
-    """What of `engine.Executor` scoring needs."""
+    """What of `backends.Executor` scoring needs."""
 
     @property
     def n_past(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Two ways to copy chunks of files to the device; upload.py chooses one and says when each method is called."""
+"""Three ways to copy chunks of files to the device; upload.py chooses one and says when each method is called."""
 
 import _thread
 import ctypes

@@ -1,4 +1,4 @@
-"""The CUDA backend: a plan's weights on their way to a device, its state there, its launches. See `engine.Executor`.
+"""The CUDA backend: a plan's weights on their way to a device, its state there, its launches. See `backends.Executor`.
 
 Making one starts the upload and returns; the first step's launches wait for the weights layer by layer. The first token
 is out before anything that only later ones need is made.
@@ -143,7 +143,7 @@ class CudaExecutor:
             lower.check(plan)
             opening = opening or start_driver(index)
             weights = Weights(gguf, plan, apart=experts_first and progress is None)
-            upload = Upload(weights.size, early=opening.early_upload(gguf))
+            upload = Upload(weights.size, early=opening.early_upload(gguf), library=opening.native)
             upload.order(weights.groups, weights.experts)
             groups = fused(plan) if fuse else alone(plan)
             columns = Columns(groups, plan.logits.name)

@@ -31,6 +31,7 @@ from reflex_ipc.stamps import stamp
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import ctypes
     from collections.abc import Iterable, Sequence
 
     from reflex_ipc.cuda.device import Device, Stream
@@ -54,13 +55,22 @@ class Upload(Resource):
     """One file, or several, on their way to the device. See the module's description for the order of calls.
 
     size: bytes to come, which bounds the ring. cores: processors to use (default: what the process may use). early: the
-    handle of an upload of the same file that was started before the interpreter, if there is one.
+    handle of an upload of the same file that was started before the interpreter, if there is one. library: the native
+    part, where it has been loaded already; else it is looked for in the folder `lib`.
 
     Every method after `start` raises `ModelFileError` when the file cannot be read or ended early, and `DeviceError`
     when the driver refused a call; what was allocated on the device stays with whoever allocated it.
     """
 
-    def __init__(self, size: int, *, early: int | None = None, cores: int | None = None, lib: str = LIB) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        early: int | None = None,
+        cores: int | None = None,
+        library: "ctypes.CDLL | None" = None,
+        lib: str = LIB,
+    ) -> None:
         self.is_closed = False
         self.timings: dict[str, object] = {}
         """How it was done: way, threads, buffers, chunk, cores, cache ("warm", "cold", "unknown"), bytes; early_bytes,
@@ -69,7 +79,7 @@ class Upload(Resource):
         self.is_attached = False
         self._size = size
         self._cores = cores or usable_cpus()
-        self._native = native.load(lib)
+        self._native = library or native.load(lib)
         self._copier: Copier | None = None
         if early is not None and self._native is not None:
             self._copier = EarlyCopier(self._native, early, CHUNK)

@@ -31,7 +31,7 @@ _HEAD_ROWS = 32
 
 
 class ReferenceExecutor:
-    """Weights, state and arithmetic of one sequence. See `engine.Executor` for the contract."""
+    """Weights, state and arithmetic of one sequence. See `backends.Executor` for the contract."""
 
     def __init__(
         self,

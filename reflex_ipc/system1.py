@@ -42,7 +42,7 @@ def run(arguments: Namespace, trace: "Trace | None" = None) -> int:
         device=arguments.device,
         context=arguments.context,
         threads=arguments.threads,
-        meanwhile=lambda engine: isinstance(prompt, str) and engine.tokenize(prompt),  # so that its pieces are known
+        meanwhile=lambda engine: isinstance(prompt, str) and engine.prompt(prompt),  # so that its pieces are known
         trace=trace,
     ) as engine:
         say_why_cpu(engine)

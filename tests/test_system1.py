@@ -99,3 +99,12 @@ def test_bad_arguments(smollm2: Path, arguments: list[str], words: list[str]) ->
     assert (result.returncode, result.stdout) == (2, b"")
     for word in words:
         assert word in result.stderr.decode()
+
+
+def test_a_text_no_context_can_hold_is_refused_at_once(fixtures: Path, tmp_path: Path) -> None:
+    """Also where the prompt is tokenised while the device starts."""
+    (tmp_path / "long.txt").write_text("a" * 20_000_000)
+    command = [sys.executable, "-m", "reflex_ipc", "system1", str(fixtures / "exact" / "llama-f16.gguf")]
+    command += ["-f", str(tmp_path / "long.txt"), "-a", "x", "-a", "y", "--backend", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=15, cwd=Path(__file__).parent.parent)
+    assert done.returncode == 7 and "more than the" in done.stderr

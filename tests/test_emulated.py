@@ -13,7 +13,7 @@ from gguf_bytes import read_plainly
 from reflex_ipc import archs
 from reflex_ipc.check import compare
 from reflex_ipc.cuda import executor as cuda
-from reflex_ipc.cuda import families, launch, linear
+from reflex_ipc.cuda import experts, families, launch, linear
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.fuse import Group
 from reflex_ipc.errors import ReflexError
@@ -45,7 +45,7 @@ def emulated(tmp_path_factory) -> tuple[str, str]:
 def opened(emulated, monkeypatch, fixtures: Path):
     path, lib = emulated
     monkeypatch.setattr(linear, "linear", emulator.naive_linear)
-    monkeypatch.setattr(linear, "expert_linear", emulator.naive_experts)
+    monkeypatch.setattr(experts, "expert_linear", emulator.naive_experts)
     monkeypatch.setattr(cuda, "Kernels", partial(launch.Kernels, lib=lib))
     executors = []
 
@@ -151,7 +151,7 @@ def test_legacy_files_on_the_references_inputs(
     """Latent attention is what it is of the absorbed file, to a few roundings of float32: where products are exact, and
     where a prompt's heads are grouped like experts."""
     if half:
-        monkeypatch.setattr(linear, "expert_linear", emulator.half_experts)
+        monkeypatch.setattr(experts, "expert_linear", emulator.half_experts)
     file = legacy_file.write(fixtures / f"exact/{name}-f16.gguf", tmp_path / "legacy.gguf")
     (legacy, gguf, _), (absorbed, _, _) = opened(name, file=file), opened(name)
     weights, states = Weights(gguf, legacy.plan, 2), States(legacy.plan.states)
@@ -223,7 +223,7 @@ def test_a_broken_file_of_experts_ends_in_an_error(opened, fixtures: Path, tmp_p
 def test_routers_are_not_tipped(opened, monkeypatch, name: str) -> None:
     """Products as tensor cores compute them: within the bound with what feeds a router exact, and not without."""
     monkeypatch.setattr(linear, "linear", emulator.half_linear)
-    monkeypatch.setattr(linear, "expert_linear", emulator.half_experts)
+    monkeypatch.setattr(experts, "expert_linear", emulator.half_experts)
     errors = []
     for before_routers in (families.before_routers, lambda plan: frozenset()):
         monkeypatch.setattr(families, "before_routers", before_routers)

@@ -14,7 +14,9 @@ from emulator.build import library
 from reflex_ipc.cuda import launch, linear
 from reflex_ipc.cuda.device import Device
 from reflex_ipc.cuda.driver import Driver
-from reflex_ipc.cuda.linear import Experts, Input, Limits, Matrix
+from reflex_ipc.cuda.experts import expert_linear, expert_scratch_bytes
+from reflex_ipc.cuda.formats import FLOATS, FORMATS
+from reflex_ipc.cuda.products import Experts, Input, Limits, Matrix
 from reflex_ipc.reference.dequant import dequantise
 
 KERNELS = Path(launch.LIB) / "sm_90a" / "kernels.txt"
@@ -54,14 +56,14 @@ def run(tmp_path_factory):
 
 def weight(name, n_out, n_in, rng):
     """(bytes at a multiple of 32, values) of a matrix whose blocks differ in scale."""
-    if name in linear.FLOATS:
+    if name in FLOATS:
         values = (rng.standard_normal((n_out, n_in)) * 2.0 ** rng.integers(-4, 5, (n_out, 1))).astype(np.float32)
         if name == "F16":
             raw = values.astype(np.float16).tobytes()
         else:
             raw = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
     else:
-        kind = linear.FORMATS[name]
+        kind = FORMATS[name]
         blocks = rng.integers(0, 256, (n_out * n_in // kind.block, kind.block_bytes), dtype=np.uint8)
         for at in SCALES[name]:
             scale = (rng.uniform(0.5, 1, len(blocks)) * 2.0 ** rng.integers(-12, -4, len(blocks))).astype(np.float16)
@@ -215,11 +217,11 @@ def test_experts(run, name, m, n_expert, per_expert):
     routes = room(np.concatenate([ids, np.full((m, n_used), np.nan)], axis=1).astype(np.float32), np.float32)
     out = room(np.full((m, n_used, n_out), np.nan, np.float32), np.float32)
     experts = Experts(routes.ctypes.data, 2 * n_used, n_used, len(made[0][0]), n_expert)
-    size = linear.expert_scratch_bytes(m, n_in, name, experts, per_expert=per_expert)
+    size = expert_scratch_bytes(m, n_in, name, experts, per_expert=per_expert)
     scratch = room(np.full(size, 0xFF, np.uint8))
     entry = Input(x_at.ctypes.data, m, n_in, x.shape[1])
     matrix = Matrix(name, at.ctypes.data, n_out, out.ctypes.data, n_out)
-    calls = linear.expert_linear(LIMITS, entry, matrix, experts, scratch.ctypes.data, per_expert=per_expert)
+    calls = expert_linear(LIMITS, entry, matrix, experts, scratch.ctypes.data, per_expert=per_expert)
     names = run(calls)
     assert names == ["group_experts", "prepare_rows", f"grouped_{name.lower()}"]
     parts = x.reshape(m, -1, n_in).astype(np.float64)

@@ -18,7 +18,7 @@ from fakecuda import Fake, native_part
 
 from reflex_ipc import archs
 from reflex_ipc.cuda import executor as cuda
-from reflex_ipc.cuda import launch, linear, routed
+from reflex_ipc.cuda import experts, launch, linear, routed
 from reflex_ipc.cuda.device import Device, Stream, start_driver
 from reflex_ipc.cuda.executor import CudaExecutor, Weights
 from reflex_ipc.cuda.upload import Upload
@@ -420,7 +420,7 @@ def test_answers_are_those_of_a_whole_upload(
     """Memory nobody has written is no number there: a step that used an expert before it came would show."""
     path, lib = emulated
     monkeypatch.setattr(linear, "linear", emulator.naive_linear)
-    monkeypatch.setattr(linear, "expert_linear", emulator.naive_experts)
+    monkeypatch.setattr(experts, "expert_linear", emulator.naive_experts)
     monkeypatch.setattr(cuda, "Kernels", partial(launch.Kernels, lib=lib))
     monkeypatch.setattr(routed, "MOST", 0.9)  # few experts are soon all of them
     found = {}

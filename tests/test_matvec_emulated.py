@@ -7,7 +7,7 @@ from emulator.matvec import Matvec
 from gguf.constants import GGMLQuantizationType as Type
 
 from reflex_ipc.cuda import linear
-from reflex_ipc.cuda.linear import Input, Limits, Matrix
+from reflex_ipc.cuda.products import Input, Limits, Matrix
 
 LARGE, SMALL = Limits(4, 232448), Limits(2, 65536)
 BOUND = 1.5e-4

@@ -7,8 +7,8 @@ import math
 from struct import Struct
 
 from reflex_ipc import ops
-from reflex_ipc.cuda import linear
 from reflex_ipc.cuda.memory import aligned
+from reflex_ipc.cuda.products import Experts, Input, Matrix
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from reflex_ipc.cuda.launch import Launch
     from reflex_ipc.cuda.lower import Lowering
     from reflex_ipc.cuda.places import Shape
+    from reflex_ipc.gguf import Tensor
     from reflex_ipc.plan import Plan
 
 LARGEST_KEY = 128  # of the delta rule: kernels/delta.cuh
@@ -65,31 +66,34 @@ def scratch_bytes(plan: "Plan", n_tokens: int) -> int:
     need = 0
     for op in plan.ops:
         if isinstance(op, ops.ExpertLinear):
-            width = plan.weights[op.weight].ne[0]
-            kind, experts = plan.weights[op.weight].type.name, _experts_of(plan, op)
-            size = linear.expert_scratch_bytes(n_tokens, width, kind, experts, per_expert=op.x.width != width)
+            tensor = plan.weights[op.weight]
+            size = _expert_scratch(tensor, n_tokens, _experts_of(plan, op), per_expert=op.x.width != tensor.ne[0])
             need = max(need, size)
         elif isinstance(op, ops.LatentAttention):
             between = aligned(sum(_between(op, n_tokens)))
             for name in op.weights:
-                tensor = plan.weights[name]
-                heads = _heads_of(plan, op, name)
-                size = linear.expert_scratch_bytes(n_tokens, tensor.ne[0], tensor.type.name, heads, per_expert=True)
+                size = _expert_scratch(plan.weights[name], n_tokens, _heads_of(plan, op, name), per_expert=True)
                 need = max(need, between + size)
         elif isinstance(op, ops.DeltaRule):
             need = max(need, 4 * n_tokens * 2 * (op.q.width + op.v.width) + _chunk_bytes(op, n_tokens))
     return need
 
 
-def _experts_of(plan: "Plan", op: ops.ExpertLinear, ids: int = 0) -> linear.Experts:
+def _expert_scratch(tensor: "Tensor", n_tokens: int, experts: Experts, *, per_expert: bool) -> int:
+    from reflex_ipc.cuda.experts import expert_scratch_bytes
+
+    return expert_scratch_bytes(n_tokens, tensor.ne[0], tensor.type.name, experts, per_expert=per_expert)
+
+
+def _experts_of(plan: "Plan", op: ops.ExpertLinear, ids: int = 0) -> Experts:
     tensor = plan.weights[op.weight]
     n_expert = tensor.ne[2]
-    return linear.Experts(ids, op.routes.width, op.routes.width // 2, tensor.nbytes // n_expert, n_expert)
+    return Experts(ids, op.routes.width, op.routes.width // 2, tensor.nbytes // n_expert, n_expert)
 
 
-def _heads_of(plan: "Plan", op: ops.LatentAttention, weight: str, ids: int = 0) -> linear.Experts:
+def _heads_of(plan: "Plan", op: ops.LatentAttention, weight: str, ids: int = 0) -> Experts:
     """Every head has a matrix of its own: heads are experts, and all of them are used."""
-    return linear.Experts(ids, 0, op.n_head, plan.weights[weight].nbytes // op.n_head, op.n_head)
+    return Experts(ids, 0, op.n_head, plan.weights[weight].nbytes // op.n_head, op.n_head)
 
 
 def branch_bytes(plan: "Plan", n_tokens: int) -> int:
@@ -129,22 +133,24 @@ def expert_linear(low: "Lowering", op: ops.ExpertLinear, shape: "Shape") -> "Ite
     tensor = low.plan.weights[op.weight]
     n_in, n_out, _ = tensor.ne
     experts = _experts_of(low.plan, op, low.at(op.routes))
-    matrix = linear.Matrix(tensor.type.name, low.weight(op.weight), n_out, low.at(op.out), n_out)
-    entry = linear.Input(low.at(op.x), shape.n_tokens, n_in, op.x.width)
+    matrix = Matrix(tensor.type.name, low.weight(op.weight), n_out, low.at(op.out), n_out)
+    entry = Input(low.at(op.x), shape.n_tokens, n_in, op.x.width)
     yield from _experts(low, entry, matrix, experts, low.places.scratch, per_expert=op.x.width != n_in)
 
 
 def _experts(
     low: "Lowering",
-    entry: linear.Input,
-    matrix: linear.Matrix,
-    experts: linear.Experts,
+    entry: Input,
+    matrix: Matrix,
+    experts: Experts,
     scratch: int,
     *,
     per_expert: bool,
 ) -> "Iterator[Launch]":
     """A row of `matrix.out` is what one expert computes for one token; rows lie `out_stride` apart."""
-    for call in linear.expert_linear(low.limits, entry, matrix, experts, scratch, per_expert=per_expert):
+    from reflex_ipc.cuda.experts import expert_linear
+
+    for call in expert_linear(low.limits, entry, matrix, experts, scratch, per_expert=per_expert):
         yield low.launch(call.kernel, call.grid, call.block[0], call.arguments, call.shared)
 
 
@@ -317,10 +323,10 @@ def latent_attention(low: "Lowering", op: ops.LatentAttention, shape: "Shape") -
         0,
     )
     yield low.launch("attention_latent", (n_head, n, 1), 256, [arguments], 4 * op.latent.width)
-    entry = linear.Input(mixed, n, rank, n_head * rank)
+    entry = Input(mixed, n, rank, n_head * rank)
     values = low.plan.weights[op.weights[-1]]
     weight = low.weight(values.name) + (0 if len(op.weights) == 2 else d_nope * values.row_bytes)
-    matrix = linear.Matrix(values.type.name, weight, d_v, low.at(op.out), d_v)
+    matrix = Matrix(values.type.name, weight, d_v, low.at(op.out), d_v)
     yield from _experts(low, entry, matrix, _heads_of(low.plan, op, values.name, p.heads), scratch, per_expert=True)
 
 
@@ -330,8 +336,8 @@ def _absorb(low: "Lowering", op: ops.LatentAttention, n: int, absorbed: int, scr
     k_b = low.plan.weights[op.weights[0]]
     plain, numbers = low.places.scratch, n * op.n_head * d_nope
     yield low.launch("slice", low.wide(numbers), 256, [plain, low.at(op.q), numbers, d_q, 0, d_nope])
-    entry = linear.Input(plain, n, d_nope, op.n_head * d_nope)
-    matrix = linear.Matrix(k_b.type.name, low.weight(k_b.name), op.rank, absorbed, op.rank)
+    entry = Input(plain, n, d_nope, op.n_head * d_nope)
+    matrix = Matrix(k_b.type.name, low.weight(k_b.name), op.rank, absorbed, op.rank)
     heads = _heads_of(low.plan, op, k_b.name, low.places.heads)
     yield from _experts(low, entry, matrix, heads, scratch, per_expert=True)
 

@@ -83,11 +83,15 @@ struct Q3_K {  // hmask[32], qs[64], scales[12], d f16
 
 // Q4_K and Q5_K: 6-bit scales and minima of sub-blocks 2 * pair and 2 * pair + 1. w[0] is d and dmin; w[1] has scales
 // 0..3 and, in its top bits, two bits of scales 4..7; w[2] the same of minima; w[3] the other four bits of both.
-REFLEX_BOTH void k_scales(const Words<4, 16>& w, int pair, float (&scale)[2], float (&offset)[2]) {
-  const float d = half_bits(w[0]), dmin = half_bits(w[0] >> 16);
+// k_numbers: the two scales, then the two minima, a byte each.
+REFLEX_BOTH uint32_t k_numbers(const Words<4, 16>& w, int pair) {
   const uint32_t half = pair & 1 ? 0x7632 : 0x5410;  // two bytes of one word, two of another
   const uint32_t six = permute(w[1], w[2], half), four = permute(w[3], w[3] >> 4, half);
-  const uint32_t both = (pair & 2 ? (four & 0x0f0f0f0f) | (six >> 2 & 0xf0f0f0f0) : six) & 0x3f3f3f3f;
+  return (pair & 2 ? (four & 0x0f0f0f0f) | (six >> 2 & 0xf0f0f0f0) : six) & 0x3f3f3f3f;
+}
+REFLEX_BOTH void k_scales(const Words<4, 16>& w, int pair, float (&scale)[2], float (&offset)[2]) {
+  const float d = half_bits(w[0]), dmin = half_bits(w[0] >> 16);
+  const uint32_t both = k_numbers(w, pair);
   scale[0] = times_byte(d, both, 0);
   scale[1] = times_byte(d, both, 1);
   offset[0] = times_byte(-dmin, both, 2);
@@ -185,12 +189,16 @@ struct Q6_K {  // ql[128], qh[64], i8 scales[16], d f16
       out.q[3][i] = (next >> 4 & 0x0f0f0f0f) | (high >> 2 & 0x30303030);
     }
     const float d = half_bits(raw.d);
-    const uint32_t scales = permute(raw.scales[0], raw.scales[1], piece & 1 ? 0x7531 : 0x6420);
+    const uint32_t numbers = scales(raw, piece);
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      out.scale[r] = d * (float)(int8_t)byte_of(scales, r);
+      out.scale[r] = d * (float)(int8_t)byte_of(numbers, r);
       out.offset[r] = 0;
     }
+  }
+  // Of the four runs, a signed byte each.
+  static REFLEX_BOTH uint32_t scales(const Raw& raw, int piece) {
+    return permute(raw.scales[0], raw.scales[1], piece & 1 ? 0x7531 : 0x6420);
   }
 };
 

@@ -36,6 +36,64 @@ __device__ __forceinline__ void publish_copies() {
 #endif
 }
 
+// --- barriers in shared memory that count bytes, 8 bytes each, and the copy engine that they wait for --------------------
+
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void begin_barriers(uint32_t barriers, uint32_t n) {
+  for (uint32_t i = 0; i < n; ++i) asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barriers + 8 * i) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void expect_bytes(uint32_t barrier, uint32_t n) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(n) : "memory");
+}
+__device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t phase) {
+  asm volatile(
+      "{\n.reg .pred ready;\n"
+      "again:\nmbarrier.try_wait.parity.shared.b64 ready, [%0], %1;\n"
+      "@!ready bra again;\n}" ::"r"(barrier),
+      "r"(phase)
+      : "memory");
+}
+#endif
+
+// --- stages that a block fills with bytes that lie together --------------------------------------------------------
+// From sm_90 on one thread asks the copy engine for all of them, before that every thread copies its share.
+
+struct Feed {
+  uint32_t barriers;  // of the stages, 8 bytes each
+
+  // To be followed by a barrier of the block.
+  __device__ __forceinline__ Feed(uint32_t barriers, uint32_t stages) : barriers(barriers) {
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == 0) begin_barriers(barriers, stages);
+#endif
+  }
+  // Every thread calls it.
+  __device__ __forceinline__ void fill(uint32_t stage, uint32_t to, const void* from, int bytes) const {
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == 0) {
+      expect_bytes(barriers + 8 * stage, bytes);
+      copy_bulk(to, from, bytes, barriers + 8 * stage);
+    }
+#else
+    for (int at = 16 * threadIdx.x; at < bytes; at += 16 * blockDim.x)
+      copy16(to + at, static_cast<const uint8_t*>(from) + at, true);
+#endif
+  }
+  // `phase`: how often the stage has been waited for, modulo 2. Before sm_90 the thread waits for its copies, and a
+  // barrier of the block follows.
+  __device__ __forceinline__ void wait(uint32_t stage, uint32_t phase) const {
+#if __CUDA_ARCH__ >= 900
+    wait_barrier(barriers + 8 * stage, phase);
+#endif
+  }
+};
+
 // --- a ring of stages that one warp fills and empties --------------------------------------------------------------
 // From sm_90 on the copy engine moves whole rows and counts bytes in a barrier a stage; before that, lanes copy 16
 // bytes.
@@ -58,11 +116,7 @@ struct Ring {
         next_phase(0),
         oldest_phase(0) {
 #if __CUDA_ARCH__ >= 900
-    if (threadIdx.x % 32 == 0) {
-      for (uint32_t i = 0; i < stages; ++i)
-        asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barriers + 8 * i) : "memory");
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
+    if (threadIdx.x % 32 == 0) begin_barriers(barriers, stages);
 #endif
   }
 
@@ -79,14 +133,8 @@ struct Ring {
 #if __CUDA_ARCH__ >= 900
     const int total = alike ? rows * bytes : (int)__reduce_add_sync(0xffffffffu, lane < rows ? bytes : 0);
     const uint32_t barrier = barriers + 8 * next;
-    if (lane == 0)
-      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(total) : "memory");
-    if (lane < rows && length > 0) {
-      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                       to + lane * slot),
-                   "l"(begin), "r"(bytes), "r"(barrier)
-                   : "memory");
-    }
+    if (lane == 0) expect_bytes(barrier, total);
+    if (lane < rows && length > 0) copy_bulk(to + lane * slot, begin, bytes, barrier);
 #else
     for (int r = 0; r < rows; ++r) {
       const uint8_t* source =
@@ -102,12 +150,7 @@ struct Ring {
   // Wait for the oldest stage; its shared address.
   __device__ __forceinline__ uint32_t wait() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile(
-        "{\n.reg .pred ready;\n"
-        "again:\nmbarrier.try_wait.parity.shared.b64 ready, [%0], %1;\n"
-        "@!ready bra again;\n}" ::"r"(barriers + 8 * oldest),
-        "r"(oldest_phase)
-        : "memory");
+    wait_barrier(barriers + 8 * oldest, oldest_phase);
 #else
     if (stages == 2) {
       wait_copies<1>();

@@ -18,19 +18,17 @@ struct Matrix {
   int n_out, out_stride;
 };
 
-// What `few` (few.cuh) and `add_parts` (rows.cu) work on.
-struct FewArgs {
-  const uint4* x;        // halves (n_padded / 8, n_rows, 8), n_padded the next multiple of 256 of n_in
+struct FewArgs {  // few.cuh
+  const uint4* x;        // pages (n_rows / N, n_in / 256, page_chunks<N>): pages.cuh
   const float* x_scale;  // (n_rows)
-  float* sums;           // (parts, m, n_sum), not yet times x_scale; or null: there is one part
+  float* sums;           // (tiles, parts, warps, N, 16), not yet times x_scale; or null: there is one part
+  int* arrived;          // (tiles): parts of a tile that have written their sums
   int m;                 // rows of x that count
-  int n_rows;            // a multiple of N
   int n_in;
   int n_matrix;
   int swiglu;
-  int parts, part_stages;  // of the columns, and stages of each but the last
-  int stages;              // in shared memory, 2 to 4
-  int n_sum;               // rows of all matrices
+  int part_stages;  // of each part of the columns but the last
+  int stages;       // in shared memory, 2 to 4
   Matrix matrix[max_matrices];
 };
 

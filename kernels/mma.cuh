@@ -7,6 +7,14 @@
 
 namespace reflex {
 
+// c += A B for a 16 x 8 A and an 8 x 8 B of halves: a0, a1 are rows g, g + 8, columns 2t, 2t + 1 and b column g, rows 2t,
+// 2t + 1 of lane 4 g + t; c as below.
+__device__ __forceinline__ void mma8(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a0), "r"(a1), "r"(b));
+}
+
 // c += A B for a 16 x 16 A and a 16 x 8 B of halves, float32 accumulators. With g = lane / 4 and t = lane % 4 a lane
 // holds
 //   a[0], a[1]: rows g, g + 8, columns 2t, 2t + 1;  a[2], a[3]: the same of columns 2t + 8, 2t + 9
@@ -18,12 +26,8 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #else
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(b0));
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[2]), "r"(a[3]), "r"(b1));
+  mma8(c, a[0], a[1], b0);
+  mma8(c, a[2], a[3], b1);
 #endif
 }
 

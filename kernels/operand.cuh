@@ -7,7 +7,7 @@
 //   fetch           reads of global or shared memory only; `left` elements of the row begin at the block (floats); Raw{} is all zeros
 //   unpack          a Raw to the levels and scales of its runs
 //   bound           bits of a magnitude that no element of a run exceeds
-//   to_half         a run times `inverse`, in element order
+//   to_half         a run times `inverse`, in element order or, crossed, of every four elements 0 2 and 1 3
 //   rest            what to_half lost of it (quantised only: floats lose nothing that counts)
 #pragma once
 
@@ -39,6 +39,7 @@ struct Operand {
     const float b = fabsf(parts.scale[run / Format::group]) * (float)Format::greatest;
     return magnitude(Format::has_offset ? b + fabsf(parts.offset[run / Format::group]) : b);
   }
+  template <bool crossed = false>
   static __device__ __forceinline__ void to_half(const Parts& parts, int run, float inverse, uint32_t (&h)[8]) {
     // A byte b under 0x64 is the half 1024 + b: exact, and so is the difference.
     const uint32_t bias = (0x6400 + (Format::is_signed ? 128 : Format::zero << Format::shift(run))) * 0x10001;
@@ -48,8 +49,8 @@ struct Operand {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t q = Format::is_signed ? parts.q[run][i] ^ 0x80808080 : parts.q[run][i];
-      const uint32_t low = subtract_halves(permute(q, 0x64646464, 0x4140), bias);
-      const uint32_t high = subtract_halves(permute(q, 0x64646464, 0x4342), bias);
+      const uint32_t low = subtract_halves(permute(q, 0x64646464, crossed ? 0x4240 : 0x4140), bias);
+      const uint32_t high = subtract_halves(permute(q, 0x64646464, crossed ? 0x4341 : 0x4342), bias);
       h[2 * i] = Format::has_offset ? fma_halves(low, scale, offset) : multiply_halves(low, scale);
       h[2 * i + 1] = Format::has_offset ? fma_halves(high, scale, offset) : multiply_halves(high, scale);
     }
@@ -95,10 +96,13 @@ struct Operand<Format, true> {
     }
     return most << 16;
   }
+  template <bool crossed = false>
   static __device__ __forceinline__ void to_half(const Parts& parts, int, float inverse, uint32_t (&h)[8]) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const uint32_t w = parts.w[i / 4][i % 4];
+      const auto& four = parts.w[i / 4];
+      const uint32_t w =
+          crossed ? permute(four[i % 4 / 2 * 2], four[i % 4 / 2 * 2 + 1], i % 2 ? 0x7632 : 0x5410) : four[i % 4];
       h[i] =
           is_scaled ? pack_halves(__uint_as_float(w << 16) * inverse, __uint_as_float(w & 0xffff0000u) * inverse) : w;
     }

@@ -85,12 +85,18 @@ def test_scratch_holds_everything(kind, swiglu):
                 elif call.kernel == "prepare_float_rows":
                     _, _, out, _, m, columns, *_ = unpack_from("<4Q6if4x", data)
                     used += [(out, 4 * m * columns)]
+                elif call.kernel == "prepare_pages":
+                    _, _, pages, scale, zeros, m, _, _, n_pages, page_rows, n_zeros = unpack_from("<5Q6i", data)
+                    assert m == n and n_pages == -(-width // 256) and call.grid[0] % page_rows == 0
+                    used += [(pages, call.grid[0] * n_pages * 34 * 16), (scale, 4 * call.grid[0]), (zeros, 4 * n_zeros)]
                 elif call.kernel.startswith("mma_") and int(call.kernel.split("_")[-1]) > formats.ALONE:
-                    _, _, sums, m, _, _, _, _, parts, part_stages, stages, n_sum = unpack_from("<3Q9i", data)
-                    assert call.grid[2] == parts and (parts > 1) == bool(sums) and 2 <= stages <= 4
-                    columns = formats.FORMATS[kind].few_columns
+                    at, _, sums, arrived, m, _, _, _, part_stages, stages = unpack_from("<4Q6i", data)
+                    tiles, parts = call.grid[0] * call.grid[1], call.grid[2]
+                    assert (at, arrived, m) == (pages, zeros, n) and (parts > 1) == bool(sums) and 2 <= stages <= 4
+                    columns, rows = formats.FORMATS[kind].few_columns, call.block[0] // 32 * 16
                     assert (parts - 1) * part_stages * columns < width <= parts * part_stages * columns
-                    used += [(sums, 4 * parts * m * n_sum)] if sums else []
+                    assert parts == 1 or tiles <= n_zeros
+                    used += [(sums, 4 * parts * tiles * page_rows * rows)] if sums else []
                 elif call.kernel.startswith("widen"):
                     _, out, scale, rows, _, stride, step, first = unpack_from("<3Q5i4x", data)
                     used += [

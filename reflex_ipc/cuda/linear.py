@@ -19,6 +19,7 @@ from reflex_ipc.cuda.products import (
     Input,
     Limits,
     Matrix,
+    Pages,
     Room,
     pack_matrices,
     prepare,
@@ -58,8 +59,11 @@ def scratch_bytes(n: int, width: int, matrices: Sequence[Matrix], swiglu: bool =
             rows = room.rows(matrix.n_out * (2 if swiglu else 1))
             need = max(need, room.widened_scale + 4 * rows)
         if n > 1 and matrix.type != "F32" and not exact:
-            few = Room(0, aligned(min(n, FEW), WIDTHS[-1] if n > ALONE else ALONE), width)
-            need = max(need, few.widened + sums_bytes(min(n, FEW), sum(m.n_out for m in matrices)))
+            rows = aligned(min(n, FEW), WIDTHS[-1] if n > ALONE else ALONE)
+            need = max(need, Room(0, rows, width).widened)
+            if n > ALONE:
+                sums = sums_bytes(min(n, FEW), sum(m.n_out for m in matrices))
+                need = max(need, Pages(0, rows, width).sums + sums)
     return need
 
 

@@ -20,7 +20,11 @@ TILE = 128
 PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Parts of the columns that blocks of `few.cuh` may share out."""
 SUMS = 16 << 20
-"""Bytes of scratch for the sums of such parts at most."""
+"""Bytes of scratch for the sums of such parts at most,"""
+LEAST_SUMS = 1 << 20
+"""and at least: blocks of a small matrix are mostly padding."""
+TILES = 4096
+"""Blocks of rows of x and W of a product whose columns are shared out, at most."""
 
 _WIDENED = 128 << 20  # bytes of half-precision weights in scratch at a time
 _MATRIX = Struct("<5Q2i")
@@ -105,9 +109,21 @@ class Room:
         return rows
 
 
+class Pages:
+    """How scratch is divided for `kernels/few.cuh`: pages of n rows of x (`kernels/pages.cuh`), their powers of two, how
+    many parts of each tile have arrived, and the sums of parts."""
+
+    def __init__(self, scratch: int, n: int, width: int) -> None:
+        self.n_pages = -(-width // 256)
+        self.pages = scratch
+        self.scale = aligned(scratch + 34 * 16 * n * self.n_pages, 256)
+        self.arrived = aligned(self.scale + 4 * n, 256)
+        self.sums = self.arrived + 4 * TILES
+
+
 def sums_bytes(n: int, rows: int) -> int:
     """Scratch for the sums of n rows of x with so many rows of W, of as many parts of the columns as there may be."""
-    return min(SUMS, 4 * n * rows * PARTS[-1])
+    return min(SUMS, max(LEAST_SUMS, 4 * n * rows * PARTS[-1]))
 
 
 def prepare(

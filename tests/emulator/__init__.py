@@ -72,7 +72,7 @@ def half_experts(limits, x, matrix, experts, scratch=0, *, per_expert):
 
 
 REAL_LINEAR, REAL_EXPERTS = linear.linear, expert_linear
-EMULATED = ("prepare_rows", "widen_", "gemm_half", "mma_", "add_parts", "group_experts", "grouped_")
+EMULATED = ("prepare_rows", "prepare_pages", "widen_", "gemm_half", "mma_", "group_experts", "grouped_")
 
 
 def kernels(kernels_txt: Path, where: Path) -> Path:

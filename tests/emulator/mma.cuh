@@ -48,6 +48,8 @@ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
     __syncwarp();
 }
 
+inline void mma8(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) { mma(c, {a0, a1, 0, 0}, b, 0); }
+
 // Of each of four matrices the two halves that are this lane's.
 template <bool transposed>
 void load_eights(uint32_t (&r)[4], const void *row) {

@@ -15,8 +15,10 @@ from reflex_ipc import archs
 from reflex_ipc.cuda import launch, lower
 from reflex_ipc.cuda.buffers import Columns
 from reflex_ipc.cuda.device import start_driver
-from reflex_ipc.cuda.executor import CudaExecutor, Weights, _mask
+from reflex_ipc.cuda.executor import CudaExecutor
 from reflex_ipc.cuda.fuse import alone, fused
+from reflex_ipc.cuda.scoring import mask_of
+from reflex_ipc.cuda.weights import Weights
 from reflex_ipc.errors import CancelledError, OutOfMemoryError, ReflexError, UnsupportedModelError
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.ops import inputs
@@ -102,7 +104,7 @@ def test_weights_lie_as_in_the_file(fixtures: Path, name: str) -> None:
 
 def test_a_tree_becomes_bits() -> None:
     step = Step([0] * 5, [0] * 5, [-1, 0, 0, PARENT_NONE, 3], [], 1)
-    words = memoryview(_mask(step)).cast("I").tolist()
+    words = memoryview(mask_of(step)).cast("I").tolist()
     assert words == [1, 0b1, 1, 0b11, 1, 0b101, 0, 0b1000, 0, 0b11000]
 
 

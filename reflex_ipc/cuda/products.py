@@ -23,6 +23,8 @@ SUMS = 16 << 20
 """Bytes of scratch for the sums of such parts at most."""
 
 _WIDENED = 128 << 20  # bytes of half-precision weights in scratch at a time
+GEMM = Struct("<8Q9i4x")
+"""The arguments of `kernels/gemm.cu`."""
 _MATRIX = Struct("<5Q2i")
 _ROWS = Struct("<4Q6ifi")
 

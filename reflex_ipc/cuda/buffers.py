@@ -62,9 +62,9 @@ class Columns:
 
 
 class Buffers:
-    """All of it, at the addresses of the lowering's `places`: a cache of up to n_ctx tokens (`layout`), what no step
-    changes the size of, and what grows with steps. `forget` is called before an address becomes another that launches
-    may know."""
+    """An executor's memory, at the addresses of the lowering's `places`: a cache of up to n_ctx tokens (`layout`), what
+    no step changes the size of, and what grows with steps. `forget` is called before an address becomes another that
+    launches may know."""
 
     def __init__(
         self,

@@ -29,16 +29,16 @@ import build  # noqa: E402
 from reflex_ipc.cuda import linear  # noqa: E402
 from reflex_ipc.cuda.device import Device, start_driver  # noqa: E402
 from reflex_ipc.cuda.few import FewShape, few, few_shape, few_shapes  # noqa: E402
-from reflex_ipc.cuda.formats import FLOATS, FORMATS, WIDTHS  # noqa: E402
+from reflex_ipc.cuda.formats import ALONE, FLOATS, FORMATS, WIDTHS  # noqa: E402
 from reflex_ipc.cuda.gemm import gemm_half  # noqa: E402
 from reflex_ipc.cuda.launch import Kernels  # noqa: E402
 from reflex_ipc.cuda.products import Call, Input, Limits, Matrix, Room, pack_matrices, prepare  # noqa: E402
 from reflex_ipc.reference.dequant import dequantise  # noqa: E402
 
 TYPES = ("Q4_K", "Q6_K", "Q8_0", "F16")
-COUNTS = (2, 4, 8, 16, 24, 32, 40, 48, 64)
+COUNTS = (17, 24, 32, 40, 48, 64)
 MORE = (80, 96, 128)
-SWEPT = (8, 16, 40, 64)
+SWEPT = (32, 40, 64)
 OLD_WIDTHS = (8, 16, 32, 64)
 POOL = 768 << 20  # bytes of weights at a time
 BEYOND_CACHE = 160 << 20  # bytes of weights of a graph at least
@@ -77,7 +77,7 @@ def kernels(types: Sequence[str], work: Path, target: str) -> str:
         name = kind.lower()
         old = "".join(f"REFLEX_MATMUL(old_{name}_{w}, {kind}, {w})\n" for w in OLD_WIDTHS)
         made = {f"old_{name}": f'#include "matmul.cuh"\n{old}REFLEX_WIDEN(widen_{name}, {kind})\n'}
-        for w in WIDTHS:
+        for w in WIDTHS[WIDTHS.index(ALONE) + 1 :]:
             made[f"few_{name}_{w}"] = f'#include "few.cuh"\nREFLEX_FEW(few_{name}_{w}, {kind}, {w})\n'
         for stem, text in made.items():
             (sources / f"{stem}.cu").write_text(text)
@@ -251,7 +251,7 @@ class New(Way):
         self.width, self.shape = width, shape
 
     def __call__(self, bench: Bench, kind: str, product: Product, m: int, matrices: list[Matrix]) -> list[Call]:
-        width = self.width or next(w for w in WIDTHS if w >= m)
+        width = self.width or next(w for w in WIDTHS if w >= max(m, ALONE + 1))
         calls = few(bench.limits, bench.entry(m, product), matrices, bench.scratch, product.swiglu, width, self.shape)
         return [c._replace(kernel=c.kernel.replace("mma_", "few_")) for c in calls]
 
@@ -316,7 +316,7 @@ def main() -> int:
         if given.no_sweep or kind not in ("Q4_K", "Q6_K", "Q8_0"):
             continue
         for product in PRODUCTS:
-            if (product.model == "8B") != (kind != "Q8_0"):
+            if kind == "Q8_0" and product.model == "8B":
                 continue
             for m in SWEPT if kind != "Q6_K" else (40,):
                 chosen = next(

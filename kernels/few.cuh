@@ -1,6 +1,6 @@
 // A few rows x at once, many enough that reading them costs: out[t] = W x[t] on tensor cores.
 //
-// A warp multiplies 16 rows of W with N rows of x (32 .. 64). Lane 4 g + t reads pieces (dequant.cuh) t, t + 4, ... of
+// A warp multiplies 16 rows of W with N rows of x, more than 16. Lane 4 g + t reads pieces (dequant.cuh) t, t + 4, ... of
 // rows g and g + 8 and turns them into halves in registers: the columns of a sum may come in any order as long as both
 // factors agree on it, so weights never go back through shared memory. How: k-quants as whole numbers (whole.cuh), the
 // others in runs divided by powers of two (operand.cuh).
@@ -13,8 +13,9 @@
 //
 // Layout: blockIdx.x is a tile of 16 rows a warp (SwiGLU: 8 gate rows and their 8 up rows), blockIdx.y a block of N rows
 // of x, blockIdx.z a part of the columns; where there are several, the last block of a tile adds them up in order.
-// Launch: 32 threads a warp, up to `few_threads`; dynamic shared memory 64 bytes and `stages` times that of a
-// stage, and not below 80 N bytes a warp and 16; `arrived` is zeros before, and after. W is read before the predecessor is waited for, up to 15 bytes around a row.
+// Launch: 32 threads a warp, up to `few_threads`; dynamic shared memory of 64 bytes and `stages` times that of a stage,
+// and not below 16 bytes and 80 N a warp; `arrived` is zeros before and after. W is read before the predecessor is
+// waited for, up to 15 bytes around a row.
 #pragma once
 
 #include "pages.cuh"

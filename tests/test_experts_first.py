@@ -20,8 +20,9 @@ from reflex_ipc import archs
 from reflex_ipc.cuda import executor as cuda
 from reflex_ipc.cuda import experts, launch, linear, routed
 from reflex_ipc.cuda.device import Device, Stream, start_driver
-from reflex_ipc.cuda.executor import CudaExecutor, Weights
+from reflex_ipc.cuda.executor import CudaExecutor
 from reflex_ipc.cuda.upload import Upload
+from reflex_ipc.cuda.weights import Weights
 from reflex_ipc.errors import CancelledError, DeviceError, ModelFileError, OutOfMemoryError, ReflexError
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.ops import ExpertLinear

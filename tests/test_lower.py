@@ -15,8 +15,10 @@ from reflex_ipc import archs
 from reflex_ipc.cuda import launch, lower
 from reflex_ipc.cuda.buffers import Columns
 from reflex_ipc.cuda.device import start_driver
-from reflex_ipc.cuda.executor import CudaExecutor, Weights, _mask
+from reflex_ipc.cuda.executor import CudaExecutor
 from reflex_ipc.cuda.fuse import alone, fused
+from reflex_ipc.cuda.scoring import mask_of
+from reflex_ipc.cuda.weights import Weights
 from reflex_ipc.errors import CancelledError, OutOfMemoryError, ReflexError, UnsupportedModelError
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.ops import inputs
@@ -102,7 +104,7 @@ def test_weights_lie_as_in_the_file(fixtures: Path, name: str) -> None:
 
 def test_a_tree_becomes_bits() -> None:
     step = Step([0] * 5, [0] * 5, [-1, 0, 0, PARENT_NONE, 3], [], 1)
-    words = memoryview(_mask(step)).cast("I").tolist()
+    words = memoryview(mask_of(step)).cast("I").tolist()
     assert words == [1, 0b1, 1, 0b11, 1, 0b101, 0, 0b1000, 0, 0b11000]
 
 
@@ -251,7 +253,7 @@ def test_every_driver_call_failing_in_turn_is_a_typed_error(fake: Fake, kernels,
 
 
 @needs_kernels
-def test_the_cuda_path_needs_no_numpy(fake: Fake, fixtures: Path) -> None:
+def test_the_cuda_path_imports_what_it_needs(fake: Fake, fixtures: Path) -> None:
     program = """
 import sys
 from reflex_ipc import archs
@@ -265,7 +267,9 @@ executor = CudaExecutor(gguf, archs.build(gguf), 64, opening=opening)
 executor.reserve(16)
 executor.forward(Step.text(range(16), 0, [15]))
 executor.close()
-print(sorted({"numpy", "gguf", "jinja2", "cupy", "orjson", "json", "dataclasses", "argparse"} & set(sys.modules)))
+heavy = {"numpy", "gguf", "jinja2", "cupy", "orjson", "json", "dataclasses", "argparse"}
+later = {f"reflex_ipc.cuda.{name}" for name in ("few", "gemm", "experts", "scoring", "tracing")}
+print(sorted((heavy | later) & set(sys.modules)))
 """
     path = fixtures / "exact" / "qwen3-f16.gguf"
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Products of many rows: half-precision weights in scratch, or float32 weights as they are, under one plain product.
+"""Products of many rows: weights as halves in scratch, under one plain product.
 
 The kernels are `widen` in `kernels/matmul.cuh` and `kernels/gemm.cu`.
 """
@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from struct import Struct
 
 from reflex_ipc.cuda.formats import FORMATS
-from reflex_ipc.cuda.products import THREADS, TILE, WARPS, Call, Input, Limits, Matrix, Room, prepare
+from reflex_ipc.cuda.products import GEMM, THREADS, TILE, WARPS, Call, Input, Limits, Matrix, Room, prepare
 
 _STAGE = 32 << 10  # bytes of shared memory of a stage of gemm_half
 _EDGE = 1024  # bytes that gemm_half needs beside its stages where it multiplies from shared memory
-_FLOAT_TILE = 64  # of gemm_float
 
 _WIDEN = Struct("<3Q6i")
-_GEMM = Struct("<8Q9i4x")
 
 
 def gemm_half(
@@ -49,7 +47,7 @@ def gemm_half(
                 calls.append(
                     Call(f"widen_{source.type.lower()}", (-(-n // WARPS), 1, 1), (THREADS, 1, 1), 0, (arguments,))
                 )
-            arguments = _GEMM.pack(
+            arguments = GEMM.pack(
                 room.x,
                 room.scale,
                 matrix.weight if as_it_is else room.widened,
@@ -70,20 +68,4 @@ def gemm_half(
             )
             grid = (grid_m, -(-sides * n // TILE), 1)
             calls.append(Call("gemm_half", grid, (THREADS, 1, 1), stages * _STAGE + edge, (arguments,)))
-    return calls
-
-
-def gemm_float(x: Input, matrices: Sequence[Matrix], scratch: int) -> list[Call]:
-    calls = []
-    address, stride = x.address, x.stride
-    if x.norm:
-        calls.append(prepare(x, scratch, 0, x.n, x.width, 0, 0)._replace(kernel="prepare_float_rows"))
-        address, stride = scratch, x.width
-    for m in matrices:
-        arguments = _GEMM.pack(
-            *(address, 0, m.weight, 0, m.out, m.bias, 0, m.residual),
-            *(x.n, m.n_out, x.width, stride, x.width, m.out_stride, 0, 0, 1),
-        )
-        grid = (-(-x.n // _FLOAT_TILE), -(-m.n_out // _FLOAT_TILE), 1)
-        calls.append(Call("gemm_float", grid, (THREADS, 1, 1), 0, (arguments,)))
     return calls

@@ -11,6 +11,7 @@ from struct import Struct
 from reflex_ipc.cuda.formats import ALONE, FLOATS, FORMATS, PAIRS, WIDTHS
 from reflex_ipc.cuda.memory import aligned
 from reflex_ipc.cuda.products import (
+    GEMM,
     MAX_MATRICES,
     THREADS,
     WARPS,
@@ -37,6 +38,7 @@ is in the cache, and two planes of halves are eight times as many bytes."""
 _PARTIALS = 1152  # bytes of shared memory that matvec needs beside x and its rings
 _STAGES = 2  # of a ring of matvec at most
 _PER_MULTIPROCESSOR = 2  # blocks of matvec at a time
+_FLOAT_TILE = 64  # of gemm_float
 
 _MATVEC = Struct("<3Q7if7i4x")
 _MATMUL = Struct("<2Q6i")
@@ -102,9 +104,7 @@ def linear(
     if floats and swiglu:  # an activation between two sums: only the matrix-vector kernel does it in float32
         return matvec(limits, x, floats, swiglu)
     if floats:
-        from reflex_ipc.cuda.gemm import gemm_float
-
-        calls += gemm_float(x, floats, scratch)
+        calls += _gemm_float(x, floats, scratch)
     if others and x.n <= FEW and not exact:
         calls += _matmul(limits, x, others, scratch, swiglu)
     elif others:
@@ -258,3 +258,22 @@ def split_warps(tiles: Sequence[tuple[int, int]], n_slices: int, capacity: int, 
         if not best[2] or cost < best[0]:
             best = (cost, log2, blocks)
     return best[1], best[2]
+
+
+# --- float32 weights, more rows ---------------------------------------------------------------------------------------
+
+
+def _gemm_float(x: Input, matrices: Sequence[Matrix], scratch: int) -> list[Call]:
+    calls = []
+    address, stride = x.address, x.stride
+    if x.norm:
+        calls.append(prepare(x, scratch, 0, x.n, x.width, 0, 0)._replace(kernel="prepare_float_rows"))
+        address, stride = scratch, x.width
+    for m in matrices:
+        arguments = GEMM.pack(
+            *(address, 0, m.weight, 0, m.out, m.bias, 0, m.residual),
+            *(x.n, m.n_out, x.width, stride, x.width, m.out_stride, 0, 0, 1),
+        )
+        grid = (-(-x.n // _FLOAT_TILE), -(-m.n_out // _FLOAT_TILE), 1)
+        calls.append(Call("gemm_float", grid, (THREADS, 1, 1), 0, (arguments,)))
+    return calls

@@ -27,6 +27,8 @@ TILES = 4096
 """Blocks of rows of x and W of a product whose columns are shared out, at most."""
 
 _WIDENED = 128 << 20  # bytes of half-precision weights in scratch at a time
+GEMM = Struct("<8Q9i4x")
+"""The arguments of `kernels/gemm.cu`."""
 _MATRIX = Struct("<5Q2i")
 _ROWS = Struct("<4Q6ifi")
 

@@ -304,7 +304,7 @@ def main() -> int:
         for product in PRODUCTS:
             size = sum(product.rows) * product.n_in // FORMATS[kind].block * FORMATS[kind].block_bytes
             for m in (*given.counts, *given.more):
-                ways = WAYS if m <= 64 else {f"new {w}": New(w) for w in (40, 48, 64)} | {"gemm": Gemm()}
+                ways = WAYS if m <= 64 else {f"new {w}": New(w) for w in (32, 40, 64)} | {"gemm": Gemm()}
                 for name, way in ways.items():
                     us = bench.time(way, kind, product, m)
                     row = {"type": kind, "model": product.model, "product": product.name, "m": m, "way": name, "us": us}

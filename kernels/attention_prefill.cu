@@ -47,19 +47,32 @@ struct Tiles {  // what a block shares; the keys of a tile make room for its val
     float row_scales[ROWS];
 };
 
-// The keys or values of positions start .. start + COLUMNS of one head; rows from `stop` on are zero.
+// The keys or values of positions start .. start + COLUMNS of one head; rows from `stop` on are zero. Asked for first,
+// put where they are shared later.
 template <int WIDTH, int COLUMNS, int THREADS>
-__device__ __forceinline__ void load_tile(half (&tile)[COLUMNS][WIDTH + 8], const Cache &c, int head, bool keys, int start,
-                                          int stop) {
-    int width = keys ? c.d : c.d_v;
-    for (int i = threadIdx.x; i < COLUMNS * (WIDTH / 8); i += THREADS) {
-        int row = i / (WIDTH / 8), column = i % (WIDTH / 8) * 8, position = start + row;
-        int4 eight = make_int4(0, 0, 0, 0);
-        if (position < stop && column < width)
-            eight = *(const int4 *)((keys ? c.key(position, head) : c.value(position, head)) + column);
-        *(int4 *)&tile[row][column] = eight;
+struct Share {
+    static_assert(COLUMNS * (WIDTH / 8) % THREADS == 0);
+    static constexpr int N = COLUMNS * (WIDTH / 8) / THREADS;
+    int4 eights[N];
+
+    static __device__ __forceinline__ int row(int i) { return (threadIdx.x + i * THREADS) / (WIDTH / 8); }
+    static __device__ __forceinline__ int column(int i) { return (threadIdx.x + i * THREADS) % (WIDTH / 8) * 8; }
+
+    __device__ __forceinline__ void load(const Cache &c, int head, bool keys, int start, int stop) {
+        int width = keys ? c.d : c.d_v;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            int position = start + row(i);
+            eights[i] = make_int4(0, 0, 0, 0);
+            if (position < stop && column(i) < width)
+                eights[i] = *(const int4 *)((keys ? c.key(position, head) : c.value(position, head)) + column(i));
+        }
     }
-}
+    __device__ __forceinline__ void store(half (&tile)[COLUMNS][WIDTH + 8]) const {
+#pragma unroll
+        for (int i = 0; i < N; i++) *(int4 *)&tile[row(i)][column(i)] = eights[i];
+    }
+};
 
 template <int WIDTH, int ROWS, int COLUMNS>
 __device__ __forceinline__ void attend(const Prefill &a) {
@@ -74,21 +87,45 @@ __device__ __forceinline__ void attend(const Prefill &a) {
     last_token /= group;
     int end = past + (a.mask ? a.n_tokens : last_token + 1);  // positions that some row of the tile may see
 
-    for (int r = warp; r < ROWS; r += WARPS) {  // q, scaled to below 2^14
-        int row = row0 + r;
-        bool there = row < n_rows;
-        const float *q = a.q + (there ? (row / group * (int64_t)a.n_head + kv * group + row % group) * c.d : 0);
-        float largest = 0.0f;
-        for (int i = lane; i < c.d; i += WARP) largest = fmaxf(largest, fabsf(q[i]));
-        int e = min(max(exponent_of(warp_max(largest)) - 13, -100), 115);
-        float shrink = power_of_two(-e);
-        for (int i = lane; i < WIDTH; i += WARP) {
-            float x = there && i < c.d ? q[i] * shrink : 0.0f;
-            half high = __float2half_rn(x);
-            s.high[r][i] = high;
-            s.low[r][i] = __float2half_rn(x - __half2float(high));
+    // q, scaled to below 2^14. A short step waits for memory here and little else: several rows are asked for at once.
+    constexpr int QUADS = (WIDTH + 4 * WARP - 1) / (4 * WARP), AT_ONCE = 8 / QUADS;
+    for (int first = warp; first < ROWS; first += WARPS * AT_ONCE) {
+        float4 x[AT_ONCE][QUADS];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            int row = row0 + first + i * WARPS;
+            const float *q = a.q + (row / group * (int64_t)a.n_head + kv * group + row % group) * c.d;
+#pragma unroll
+            for (int k = 0; k < QUADS; k++) {
+                int column = 4 * (lane + k * WARP);
+                x[i][k] = row < n_rows && column < c.d ? *(const float4 *)(q + column) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            }
         }
-        if (lane == 0) s.row_scales[r] = power_of_two(e) * a.scale * LOG2_E;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            int r = first + i * WARPS;
+            float largest = 0.0f;
+#pragma unroll
+            for (int k = 0; k < QUADS; k++)
+                largest = fmaxf(fmaxf(fmaxf(largest, fabsf(x[i][k].x)), fmaxf(fabsf(x[i][k].y), fabsf(x[i][k].z))),
+                                fabsf(x[i][k].w));
+            int e = min(max(exponent_of(warp_max(largest)) - 13, -100), 115);
+            float shrink = power_of_two(-e);
+#pragma unroll
+            for (int k = 0; k < QUADS; k++) {
+                int column = 4 * (lane + k * WARP);
+                float y[4] = {x[i][k].x * shrink, x[i][k].y * shrink, x[i][k].z * shrink, x[i][k].w * shrink};
+                uint2 high = make_uint2(pack_halves(y[0], y[1]), pack_halves(y[2], y[3]));
+                const half *h = (const half *)&high;
+#pragma unroll
+                for (int j = 0; j < 4; j++) y[j] -= __half2float(h[j]);
+                if (column < WIDTH) {
+                    *(uint2 *)&s.high[r][column] = high;
+                    *(uint2 *)&s.low[r][column] = make_uint2(pack_halves(y[0], y[1]), pack_halves(y[2], y[3]));
+                }
+            }
+            if (lane == 0) s.row_scales[r] = power_of_two(e) * a.scale * LOG2_E;
+        }
     }
     __syncthreads();
     int r = warp * 16 + lane / 4;  // this lane has rows r and r + 8 of the tile
@@ -106,7 +143,11 @@ __device__ __forceinline__ void attend(const Prefill &a) {
         for (int i = 0; i < 4; i++) out[j][i] = 0.0f;
 
     for (int start = 0; start < end; start += COLUMNS) {
-        load_tile<WIDTH, COLUMNS, THREADS>(s.tile, c, kv, true, start, end);
+        Share<WIDTH, COLUMNS, THREADS> keys, values;
+        keys.load(c, kv, true, start, end);
+        constexpr bool EARLY = WIDTH <= 128;  // as far as registers suffice
+        if (EARLY) values.load(c, kv, false, start, end);
+        keys.store(s.tile);
         for (int i = threadIdx.x; i < COLUMNS; i += THREADS) {
             bool there = start + i < end;
             s.key_scales[i] = there ? *c.key_scale(start + i, kv) : 0.0f;
@@ -125,16 +166,17 @@ __device__ __forceinline__ void attend(const Prefill &a) {
             load_matrices(low, &s.low[warp * 16 + lane % 16][k + lane / 16 * 8]);
 #pragma unroll
             for (int j = 0; j < COLUMNS / 8; j += 2) {
-                unsigned keys[4];
-                load_matrices(keys, &s.tile[j * 8 + lane / 16 * 8 + lane % 8][k + lane / 8 % 2 * 8]);
-                mma(scores[j], low, keys[0], keys[1]);
-                mma(scores[j], high, keys[0], keys[1]);
-                mma(scores[j + 1], low, keys[2], keys[3]);
-                mma(scores[j + 1], high, keys[2], keys[3]);
+                unsigned pair[4];
+                load_matrices(pair, &s.tile[j * 8 + lane / 16 * 8 + lane % 8][k + lane / 8 % 2 * 8]);
+                mma(scores[j], low, pair[0], pair[1]);
+                mma(scores[j], high, pair[0], pair[1]);
+                mma(scores[j + 1], low, pair[2], pair[3]);
+                mma(scores[j + 1], high, pair[2], pair[3]);
             }
         }
         __syncthreads();  // the keys are read: room for the values
-        load_tile<WIDTH, COLUMNS, THREADS>(s.tile, c, kv, false, start, end);
+        if (!EARLY) values.load(c, kv, false, start, end);
+        values.store(s.tile);
         float largest[2] = {maxima[0], maxima[1]};
 #pragma unroll
         for (int j = 0; j < COLUMNS / 8; j++)
@@ -185,10 +227,10 @@ __device__ __forceinline__ void attend(const Prefill &a) {
                                    pack_halves(scores[k / 8 + 1][2], scores[k / 8 + 1][3])};
 #pragma unroll
             for (int j = 0; j < WIDTH / 8; j += 2) {
-                unsigned values[4];
-                load_matrices_transposed(values, &s.tile[k + lane % 16][j * 8 + lane / 16 * 8]);
-                mma(out[j], weights, values[0], values[1]);
-                mma(out[j + 1], weights, values[2], values[3]);
+                unsigned pair[4];
+                load_matrices_transposed(pair, &s.tile[k + lane % 16][j * 8 + lane / 16 * 8]);
+                mma(out[j], weights, pair[0], pair[1]);
+                mma(out[j + 1], weights, pair[2], pair[3]);
             }
         }
         if (tile_scale != 1.0f)
@@ -196,7 +238,7 @@ __device__ __forceinline__ void attend(const Prefill &a) {
             for (int j = 0; j < WIDTH / 8; j++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) out[j][i] *= tile_scale;
-        __syncthreads();  // the values are read: room for the next keys
+        __syncthreads();  // the tile is read: room for the next
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {

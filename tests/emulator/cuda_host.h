@@ -26,6 +26,7 @@ struct dim3_host { unsigned x, y, z; };
 struct int4 { int x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __expf(float x) { return expf(x); }

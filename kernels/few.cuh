@@ -11,6 +11,10 @@
 // 32 columns. Elements of a unit are crossed: 0 2 1 3 4 6 5 7. Row r of unit u is at place r ^ turn(u), so that the four
 // units that the lanes of a row read at once do not meet in a bank, whatever the format.
 //
+// On sm_90a four warps multiply k-quants together, and the tensor cores read x from shared memory themselves, once for
+// 64 rows. The elements of a unit are then pairs of the four lanes' columns (prepare_pages weaves them), in order of
+// rows.
+//
 // Layout: blockIdx.x is a tile of 16 rows a warp (SwiGLU: 8 gate rows and their 8 up rows), blockIdx.y a block of N rows
 // of x, blockIdx.z a part of the columns; where there are several, the last block of a tile adds them up in order.
 // Launch: 32 threads a warp, up to `few_threads`; dynamic shared memory of 64 bytes and `stages` times that of a stage,
@@ -42,9 +46,12 @@ struct Stage {
 
   // Of the 8 columns that a lane multiplies next: units of different lanes and of different runs share no bit.
   static constexpr int base(int piece) {
+    if (Whole<Format>::exists) return 16 * (piece / 2) + 2 * (piece % 2);
     return (piece / W::block_pieces * W::block_elements + W::position(piece % W::block_pieces, 0)) / 8;
   }
-  static constexpr int step(int run, int half) { return W::position(0, run) / 8 + half; }
+  static constexpr int step(int run, int half) {
+    return (Whole<Format>::exists ? 4 * run : W::position(0, run) / 8) + half;
+  }
   static constexpr bool is_orderly() {
     for (int piece = 0; piece < 4 * slices; ++piece) {
       for (int run = 0; run < W::runs; ++run) {
@@ -60,7 +67,8 @@ template <class Format, int N>
 __device__ __forceinline__ void few(const FewArgs& args) {
   using W = Operand<Format>;
   using S = Stage<Format, N>;
-  static_assert(S::is_orderly() && N % 8 == 0);
+  static_assert(N % 8 == 0);
+  if constexpr (!Whole<Format>::exists) static_assert(S::is_orderly());
   extern __shared__ __align__(16) uint8_t shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
   const int yield = args.swiglu ? 8 : 16;
@@ -148,12 +156,6 @@ __device__ __forceinline__ void few(const FewArgs& args) {
 #pragma unroll 1
     for (int slice = 0; slice < S::slices; ++slice) {
       const int piece = 4 * slice + t, within = piece % W::block_pieces, at = piece / W::block_pieces;
-      typename W::Raw raw0 = {}, raw1 = {};
-      if (Whole<Format>::exists || 16 * W::runs * piece < left) {
-        const int rest = left - at * W::block_elements;
-        raw0 = W::fetch(SharedBytes{w0 + early0 + at * W::block_bytes}, within, rest, aligned);
-        raw1 = W::fetch(SharedBytes{w1 + early1 + at * W::block_bytes}, within, rest, aligned);
-      }
       const int unit = S::base(piece), turned = g ^ turn(unit + stage % S::a_page * (S::columns / 8));
       // x of 8 columns a lane, `step` units after its first ones, for neighbouring n.
       auto x_of = [&](int step, int n) {
@@ -167,7 +169,7 @@ __device__ __forceinline__ void few(const FewArgs& args) {
         sum[n][3] = fmaf(c[3], factor1, sum[n][3]);
       };
       if constexpr (Whole<Format>::exists) {
-        const Whole<Format> a0(raw0, within), a1(raw1, within);
+        const Whole<Format> a0(SharedBytes{w0 + early0}, t), a1(SharedBytes{w1 + early1}, t);
         if constexpr (Whole<Format>::has_minima) {
           const uint8_t* sums = x_stage + S::columns / 8 * N * 16 + 32 * g + 8 * t;
 #pragma unroll
@@ -179,24 +181,62 @@ __device__ __forceinline__ void few(const FewArgs& args) {
             add(n, c, -page_sum * a0.least, -page_sum * a1.least);
           }
         }
-        float c[N / 8][4] = {};
+        float c[N / 8][4];
+        if constexpr (has_groups) {
+          const uint64_t units = group_operand(base + buffer * stage_bytes, 16 * N);
+          uint32_t a[2][4][4];
 #pragma unroll
-        for (int k = 0; k < 8; ++k) {
-          const int i = k % 2 * 4 + k / 2;  // low and high nibbles in turn: then both are done with
-          uint32_t h0[4], h1[4];
-          uint4 b[N / 8];
-          a0.numbers(i, h0);
-          a1.numbers(i, h1);
+          for (int r = 0; r < 4; ++r) {
+            auto& now = a[r % 2];  // the other one is being multiplied
+            if (r > 1) {
+              group_wait<1>();
 #pragma unroll
-          for (int n = 0; n < N / 8; ++n) b[n] = x_of(Whole<Format>::unit(i), n);
+              for (int i = 0; i < 16; ++i) group_keep(now[i / 4][i % 4]);
+            }
 #pragma unroll
-          for (int n = 0; n < N / 8; ++n) mma(c[n], {h0[0], h1[0], h0[1], h1[1]}, b[n].x, b[n].y);
+            for (int w = 0; w < 4; ++w) {
+              uint32_t h0[2], h1[2];
+              a0.numbers(r, w, h0);
+              a1.numbers(r, w, h1);
+              now[w][0] = h0[0], now[w][1] = h1[0], now[w][2] = h0[1], now[w][3] = h1[1];
+            }
+            group_begin();
 #pragma unroll
-          for (int n = 0; n < N / 8; ++n) mma(c[n], {h0[2], h1[2], h0[3], h1[3]}, b[n].z, b[n].w);
+            for (int w = 0; w < 4; ++w) group_multiply(c, now[w], units + (4 * r + w) * 2 * N, r + w == 0);
+            group_commit();
+          }
+          group_wait<0>();
+#pragma unroll
+          for (int i = 0; i < 32; ++i) group_keep(a[i / 16][i / 4 % 4][i % 4]);
+        } else {
+#pragma unroll
+          for (int n = 0; n < N / 8; ++n) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0;
+#pragma unroll
+          for (int k = 0; k < 8; ++k) {
+            const int r = k / 4 * 2 + k % 2, half = k / 2 % 2;  // low and high nibbles in turn: then both are done with
+            uint4 b[N / 8];
+#pragma unroll
+            for (int n = 0; n < N / 8; ++n) b[n] = x_of(S::step(r, half), n);
+            uint32_t h0[2], h1[2];
+            a0.numbers(r, 2 * half, h0);
+            a1.numbers(r, 2 * half, h1);
+#pragma unroll
+            for (int n = 0; n < N / 8; ++n) mma(c[n], {h0[0], h1[0], h0[1], h1[1]}, b[n].x, b[n].y);
+            a0.numbers(r, 2 * half + 1, h0);
+            a1.numbers(r, 2 * half + 1, h1);
+#pragma unroll
+            for (int n = 0; n < N / 8; ++n) mma(c[n], {h0[0], h1[0], h0[1], h1[1]}, b[n].z, b[n].w);
+          }
         }
 #pragma unroll
         for (int n = 0; n < N / 8; ++n) add(n, c[n], a0.factor, a1.factor);
       } else {
+        typename W::Raw raw0 = {}, raw1 = {};
+        if (16 * W::runs * piece < left) {
+          const int rest = left - at * W::block_elements;
+          raw0 = W::fetch(SharedBytes{w0 + early0 + at * W::block_bytes}, within, rest, aligned);
+          raw1 = W::fetch(SharedBytes{w1 + early1 + at * W::block_bytes}, within, rest, aligned);
+        }
         typename W::Parts a0, a1;
         W::unpack(raw0, within, a0);
         W::unpack(raw1, within, a1);

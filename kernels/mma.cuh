@@ -31,6 +31,64 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
 #endif
 }
 
+// --- four warps together, on sm_90a ---------------------------------------------------------------------------------
+// c (+)= A B for 64 rows of A, 16 of each warp, which holds them as for `mma`, and N columns of B in shared memory: half
+// k of column n is half k % 8 of the 16 bytes at address + k / 8 * leading + 16 n, b = group_operand(address, leading),
+// and b + i is 16 i bytes on. c is as for `mma`, 8 columns an element. Nothing is there before `group_wait`, and until
+// then the registers of A stay what they are.
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr bool has_groups = true;
+
+__device__ __forceinline__ void group_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void group_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// All but the latest `pending` that were committed are done.
+template <int pending>
+__device__ __forceinline__ void group_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+// A register is used up to here.
+__device__ __forceinline__ void group_keep(uint32_t& a) { asm volatile("" : "+r"(a)::"memory"); }
+
+__device__ __forceinline__ uint64_t group_operand(uint32_t address, uint32_t leading) {
+  return (address >> 4 & 0x3fff) | (uint64_t)(leading >> 4) << 16 | (uint64_t)(128 >> 4) << 32;
+}
+#define REFLEX_FOUR(J) "+f"(c[J][0]), "+f"(c[J][1]), "+f"(c[J][2]), "+f"(c[J][3])
+#define REFLEX_REST \
+  "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((uint32_t)is_first) : "memory"
+__device__ __forceinline__ void group_multiply(float (&c)[4][4], const uint32_t (&a)[4], uint64_t b,
+                                               bool is_first) {
+  asm volatile(
+      "{\n.reg .pred more;\nsetp.eq.u32 more, %21, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
+      "{%16,%17,%18,%19}, %20, more, 1, 1, 0;\n}"
+      : REFLEX_FOUR(0), REFLEX_FOUR(1), REFLEX_FOUR(2), REFLEX_FOUR(3)
+      : REFLEX_REST);
+}
+__device__ __forceinline__ void group_multiply(float (&c)[5][4], const uint32_t (&a)[4], uint64_t b,
+                                               bool is_first) {
+  asm volatile(
+      "{\n.reg .pred more;\nsetp.eq.u32 more, %25, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n40k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19}, "
+      "{%20,%21,%22,%23}, %24, more, 1, 1, 0;\n}"
+      : REFLEX_FOUR(0), REFLEX_FOUR(1), REFLEX_FOUR(2), REFLEX_FOUR(3), REFLEX_FOUR(4)
+      : REFLEX_REST);
+}
+__device__ __forceinline__ void group_multiply(float (&c)[8][4], const uint32_t (&a)[4], uint64_t b,
+                                               bool is_first) {
+  asm volatile(
+      "{\n.reg .pred more;\nsetp.eq.u32 more, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
+      "{%32,%33,%34,%35}, %36, more, 1, 1, 0;\n}"
+      : REFLEX_FOUR(0), REFLEX_FOUR(1), REFLEX_FOUR(2), REFLEX_FOUR(3), REFLEX_FOUR(4), REFLEX_FOUR(5), REFLEX_FOUR(6), REFLEX_FOUR(7)
+      : REFLEX_REST);
+}
+#undef REFLEX_FOUR
+#undef REFLEX_REST
+#else
+constexpr bool has_groups = false;
+#endif
+
 // Four 8 x 8 matrices of halves; lanes 8 i .. 8 i + 7 say where in shared memory matrix i's rows are. Between these
 // and what writes the rows stands a barrier, which the compiler keeps in its place.
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {

@@ -37,6 +37,7 @@ struct PagesArgs {
   int* zeros;         // (n_zeros): set to 0
   int m, n, x_stride, n_pages, page_rows, n_zeros;
   float eps;
+  int is_whole;  // for weights of whole.cuh
 };
 
 constexpr int pages_threads = 512;
@@ -172,15 +173,30 @@ extern "C" __global__ void __launch_bounds__(pages_threads) prepare_pages(const 
       sum += half_bits(h[i] & 0xffff) + half_bits(h[i] >> 16);
     }
     uint4* page = pages + (size_t)(unit / 32) * (34 * args.page_rows);
-    page[unit % 32 * args.page_rows + (place ^ turn(unit % 32))] = make_uint4(h[0], h[1], h[2], h[3]);
+    const int u = unit % 32;
+    if (has_groups && args.is_whole) {
+      // Unit 8 r + 2 w + o has, of run r of each lane (whole.cuh), elements 4 w + o and 4 w + o + 2.
+      uint32_t woven[4];
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        const int from = 16 * (t / 2) + 2 * (t % 2) + u / 8 * 4 + u / 4 % 2;
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[i] = __shfl_sync(0xffffffffu, h[i], from);
+        woven[t] = u % 4 < 2 ? (u % 2 ? words[1] : words[0]) : (u % 2 ? words[3] : words[2]);
+      }
+      page[u * args.page_rows + place] = make_uint4(woven[0], woven[1], woven[2], woven[3]);
+    } else {
+      page[u * args.page_rows + (place ^ turn(u))] = make_uint4(h[0], h[1], h[2], h[3]);
+    }
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     sum *= 1 / page_sum;
     const float next = __shfl_xor_sync(0xffffffffu, sum, 4);
-    if (unit % 8 == 0) {
+    if (u % 8 == 0) {
       const uint32_t high = pack_halves(sum, next);
       const uint32_t low = pack_halves(sum - half_bits(high & 0xffff), next - half_bits(high >> 16));
-      uint32_t* to = reinterpret_cast<uint32_t*>(page + 32 * args.page_rows + 2 * place) + unit % 32 / 4;
+      uint32_t* to = reinterpret_cast<uint32_t*>(page + 32 * args.page_rows + 2 * place) + u / 4;
       to[0] = high, to[1] = low;
     }
   };

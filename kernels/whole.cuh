@@ -3,11 +3,13 @@
 //   value = factor * (level * scale) - least * minimum
 // The products with minima are sums of x over sub-blocks times small integers again, which is one step more.
 //
+// Lane t of a row has columns 128 (t / 2) + 16 (t % 2) + 32 r + 0 .. 15 of a superblock, r < 4: runs of 16 under one
+// scale each, whatever the type.
+//
 //   has_minima
-//   Whole(raw, piece)   of what Operand<Format>::fetch gave a lane for one row
-//   unit(i)             which 8 columns `numbers` i are of, from the first of the piece on
-//   numbers(i, h)       eight of them, i < 8: elements 0 2, 1 3, 4 6, 5 7, as few.cuh wants them
-//   factor, least, minima (those of sub-blocks 2 piece and 2 piece + 1)
+//   Whole(block, t)     reads a superblock in shared memory
+//   numbers(r, w, h)    elements 4 w .. 4 w + 3 of run r: 0 2, then 1 3
+//   factor, least, minima (those of sub-blocks 2 t and 2 t + 1)
 #pragma once
 
 #include "operand.cuh"
@@ -32,50 +34,53 @@ __device__ __forceinline__ uint32_t masked_or(uint32_t bits, uint32_t mask, uint
 #endif
 }
 
+// Q4_K and Q5_K. Runs 0 and 2 are low nibbles, 1 and 3 high ones.
 template <class Format>
 struct WholeOfNibbles {
-  static constexpr bool exists = true, has_minima = true;
-  typename Format::Raw raw;
+  static constexpr bool exists = true, has_minima = true, has_fifth = is_same<Format, Q5_K>::value;
+  Words<4, 16> qs[2], fifth;
   float factor, least;
   uint32_t minima;
-  uint32_t scale[2], bias[2];  // of the sub-block of low nibbles, of that of high ones, which come times 16
+  uint32_t scale[4], bias[4];
 
-  static constexpr int unit(int i) { return i; }
-
-  __device__ __forceinline__ WholeOfNibbles(const typename Format::Raw& read, int piece) : raw(read) {
-    factor = half_bits(raw.header[0]);
-    least = half_bits(raw.header[0] >> 16);
-    const uint32_t numbers = k_numbers(raw.header, piece);
-    scale[0] = subtract_halves(permute(numbers, 0x64646464, 0x4040), two_halves(0x6400));
-    scale[1] = fma_halves(permute(numbers, 0x64646464, 0x4141), two_halves(0x2c00), two_halves(0xd400));  // / 16
-    bias[0] = multiply_halves(scale[0], two_halves(0xe400));  // * -1024, exact as 63 * 1024 is
-    bias[1] = multiply_halves(scale[1], two_halves(0xe400));
-    minima = subtract_halves(permute(numbers, 0x64646464, 0x4342), two_halves(0x6400));
-  }
-
-  __device__ __forceinline__ void numbers(int i, uint32_t (&h)[4]) const {
-    const int column = i / 2 % 2, high = i / 4;
+  __device__ __forceinline__ WholeOfNibbles(SharedBytes block, int t) {
+    Words<4, 16> header;
+    header.load(block);
+    const SharedBytes levels = block + (has_fifth ? 48 : 16) + 64 * (t / 2) + 16 * (t % 2);
+    qs[0].load(levels);
+    qs[1].load(levels + 32);
+    if constexpr (has_fifth) {
+      fifth.load(block + 16 + 16 * (t % 2));
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {  // bytes 0 and 2 of a word, then 1 and 3
-      const int word = 2 * (i % 2) + j / 2;
-      h[j] = fma_halves(biased(column, word, j % 2, high), scale[high], bias[high]);
+      for (int i = 0; i < 4; ++i) fifth.w[i] >>= 4 * (t / 2);  // bit r of a byte is that of run r
     }
+    factor = half_bits(header[0]);
+    least = half_bits(header[0] >> 16);
+    const uint32_t both[2] = {k_numbers(header, t & 2), k_numbers(header, t | 1)};
+#pragma unroll
+    for (int r = 0; r < 4; r += 2) {
+      const uint32_t numbers = both[r / 2];
+      scale[r] = subtract_halves(permute(numbers, 0x64646464, 0x4040), two_halves(0x6400));
+      // High nibbles come times 16.
+      scale[r + 1] = fma_halves(permute(numbers, 0x64646464, 0x4141), two_halves(0x2c00), two_halves(0xd400));
+      bias[r] = multiply_halves(scale[r], two_halves(0xe400));  // * -1024, exact as 63 * 1024 is
+      bias[r + 1] = multiply_halves(scale[r + 1], two_halves(0xe400));
+    }
+    minima = subtract_halves(permute(t & 1 ? both[1] : both[0], 0x64646464, 0x4342), two_halves(0x6400));
   }
 
- private:
-  __device__ __forceinline__ uint32_t biased(int column, int word, int odd, int high) const {
-    const uint32_t q = raw.qs[column][word] >> 8 * odd;
-    uint32_t bits = masked_or(q, high ? 0x00f000f0 : 0x000f000f, 0x64006400);
-    if constexpr (is_same<Format, Q5_K>::value) {
-      // The fifth bit of the low nibbles' levels is bit 0 of a byte of raw.high, that of the high ones' bit 1.
-      const uint32_t fifth = raw.high[column][word];
-      if (high) {
-        bits = masked_or(odd ? fifth >> 1 : fifth << 7, 0x01000100, bits);
-      } else {
-        bits = masked_or(odd ? fifth >> 4 : fifth << 4, 0x00100010, bits);
-      }
+  __device__ __forceinline__ void numbers(int r, int word, uint32_t (&h)[2]) const {
+    const uint32_t q = qs[r / 2][word], mask = r % 2 ? 0x00f000f0 : 0x000f000f;
+    h[0] = masked_or(q, mask, 0x64006400);
+    h[1] = masked_or(q >> 8, mask, 0x64006400);
+    if constexpr (has_fifth) {
+      const uint32_t high = fifth[word], bit = r % 2 ? 0x01000100 : 0x00100010;
+      const int place = r % 2 ? 8 : 4;
+      h[0] = masked_or(high << (place - r), bit, h[0]);
+      h[1] = masked_or(high >> (8 + r - place), bit, h[1]);
     }
-    return bits;
+    h[0] = fma_halves(h[0], scale[r], bias[r]);
+    h[1] = fma_halves(h[1], scale[r], bias[r]);
   }
 };
 
@@ -86,13 +91,7 @@ struct Whole<Q4_K> : WholeOfNibbles<Q4_K> {
 
 template <>
 struct Whole<Q5_K> : WholeOfNibbles<Q5_K> {
-  __device__ __forceinline__ Whole(const Q5_K::Raw& read, int piece) : WholeOfNibbles(read, piece) {
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) raw.high[c].w[i] >>= 2 * piece;
-    }
-  }
+  using WholeOfNibbles::WholeOfNibbles;
 };
 
 template <>
@@ -102,23 +101,20 @@ struct Whole<Q6_K> {
   float factor;
   uint32_t scale[4];
 
-  static constexpr int unit(int i) { return 4 * (i / 2) + i % 2; }
-
-  __device__ __forceinline__ Whole(const Q6_K::Raw& raw, int piece) {
-    Q6_K::decode(raw, piece, runs);
+  __device__ __forceinline__ Whole(SharedBytes block, int t) {
+    const Q6_K::Raw raw = Q6_K::fetch(block, t);
+    Q6_K::decode(raw, t, runs);
     factor = half_bits(raw.d);
-    const uint32_t scales = Q6_K::scales(raw, piece) ^ 0x80808080;
+    const uint32_t scales = Q6_K::scales(raw, t) ^ 0x80808080;
 #pragma unroll
     for (int r = 0; r < 4; ++r)
       scale[r] = subtract_halves(permute(scales, 0x64646464, 0x4040 + 0x0101 * r), two_halves(0x6480));
   }
 
-  __device__ __forceinline__ void numbers(int i, uint32_t (&h)[4]) const {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const uint32_t q = permute(runs.q[i / 2][2 * (i % 2) + j / 2], 0x64646464, j % 2 ? 0x4341 : 0x4240);
-      h[j] = multiply_halves(subtract_halves(q, two_halves(0x6420)), scale[i / 2]);
-    }
+  __device__ __forceinline__ void numbers(int r, int word, uint32_t (&h)[2]) const {
+    const uint32_t q = runs.q[r][word];
+    h[0] = multiply_halves(subtract_halves(permute(q, 0x64646464, 0x4240), two_halves(0x6420)), scale[r]);
+    h[1] = multiply_halves(subtract_halves(permute(q, 0x64646464, 0x4341), two_halves(0x6420)), scale[r]);
   }
 };
 

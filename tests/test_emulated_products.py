@@ -4,7 +4,9 @@ The tensor cores are emulated for what other architectures than 9.0 run: `gemm_h
 device to show.
 """
 
+from contextlib import contextmanager
 from pathlib import Path
+from struct import unpack_from
 
 import emulator
 import numpy as np
@@ -38,10 +40,10 @@ EXACT = 2e-6
 """Of exact products: two halves have 22 bits, and float32 adds them up."""
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    lib = emulator.kernels(KERNELS, tmp_path_factory.mktemp("emulated"))
-    with Device(0, Driver(str(library(KERNELS)))) as device:
+@contextmanager
+def emulated(where, groups):
+    lib = emulator.kernels(KERNELS, where)
+    with Device(0, Driver(str(library(KERNELS, groups=groups)))) as device:
         kernels, stream = launch.Kernels(device, str(lib)), device.stream()
 
         def run(calls):
@@ -51,6 +53,18 @@ def run(tmp_path_factory):
             device.synchronize()
             return [call.kernel for call in calls]
 
+        yield run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    with emulated(tmp_path_factory.mktemp("emulated"), True) as run:
+        yield run
+
+
+@pytest.fixture(scope="module", params=["four warps together", "a warp alone"])
+def run_few(tmp_path_factory, request):
+    with emulated(tmp_path_factory.mktemp("emulated"), "four" in request.param) as run:
         yield run
 
 
@@ -129,7 +143,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("case", SHAPES)
-def test_few_rows(run, case, swiglu):
+def test_few_rows(run_few, case, swiglu):
     """Stages in shared memory; bias, residual and SwiGLU, at once and after parts; matrices beside each other."""
     name, m, n_out, n_in, limits = SHAPES[case]
     rng = np.random.default_rng([m, n_in, swiglu])
@@ -148,10 +162,11 @@ def test_few_rows(run, case, swiglu):
     scratch = room(np.full(linear.scratch_bytes(m, n_in, matrices, swiglu), 0xFF, np.uint8))
     entry = Input(x.ctypes.data, m, n_in, n_in, norm.ctypes.data, 1e-6)
     calls = linear.linear(limits, entry, matrices, scratch.ctypes.data, swiglu=swiglu)
-    names = run(calls)
+    names = run_few(calls)
     assert names[0] == "prepare_pages" and names[1].startswith(f"mma_{name.lower()}_") and not names[2:]
-    if "parts" in case or "turns" in case:
-        assert (calls[1].grid[2] > 1) == ("parts" in case)
+    *_, part_stages, stages = unpack_from("<4Q6i", calls[1].arguments[0])
+    assert calls[1].grid[2] > 1 or "parts" not in case
+    assert part_stages > stages or "turns" not in case
     assert calls[1].grid[1] == (2 if "two blocks" in case else 1)
     outs = [out.reshape(m, -1) for _, _, out, _ in keep]
     if swiglu:
@@ -165,7 +180,7 @@ def test_few_rows(run, case, swiglu):
     first = [out.tobytes() for out in outs]
     for *_, out, before in keep:
         out[:] = before.reshape(-1)
-    run(calls)
+    run_few(calls)
     assert [out.tobytes() for out in outs] == first
 
 

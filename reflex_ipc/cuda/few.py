@@ -5,14 +5,16 @@ from functools import cache
 from struct import Struct
 from typing import NamedTuple
 
-from reflex_ipc.cuda.formats import ALONE, COMMON, FORMATS, MORE_WIDTHS, WIDTHS
+from reflex_ipc.cuda.formats import ALONE, COMMON, FORMATS, MORE_WIDTHS, WHOLE, WIDTHS
 from reflex_ipc.cuda.memory import aligned
 from reflex_ipc.cuda.products import PARTS, TILES, Call, Input, Limits, Matrix, Pages, pack_matrices, sums_bytes
 
 _FEW = Struct("<4Q6i")
-_PAGES = Struct("<5Q6if4x")
+_PAGES = Struct("<5Q6ifi")
 _PAGES_THREADS = 512
 _WARPS = 12  # of a multiprocessor: registers suffice for so many
+_STAGE, _ROW, _ALONE = 18.1, 1.73, 8.4
+_BEGIN, _ADD, _PART, _SUM = 3500, 3200, 210, 0.0011
 _BARRIERS = 64  # bytes of shared memory beside the stages
 
 
@@ -41,25 +43,32 @@ def few(
     """The launches of `few.cuh` for `width` rows of x a block, in the best shape or a given one."""
     n_rows = aligned(x.n, width)
     room = Pages(scratch, n_rows, x.width)
-    products, most = [], 0
-    for kind in dict.fromkeys(m.type for m in matrices):
-        of_kind = [m for m in matrices if m.type == kind]
-        rows = tuple(m.n_out for m in (of_kind[:1] if swiglu else of_kind))
-        warps, parts, part_stages, stages, shared = shape or few_shape(limits, kind, width, x.n, x.width, rows, swiglu)
-        arguments = _FEW.pack(
-            *(room.pages, room.scale, room.sums if parts > 1 else 0, room.arrived),
-            *(x.n, x.width, len(of_kind), swiglu, part_stages, stages),
-        )
-        arguments += pack_matrices(of_kind)
-        grid = (_tiles(rows, warps, swiglu), n_rows // width, parts)
-        products.append(Call(f"mma_{kind.lower()}_{width}", grid, (32 * warps, 1, 1), shared, (arguments,)))
-        if parts > 1:
-            most = max(most, grid[0] * grid[1])
-    arguments = _PAGES.pack(
-        *(x.address, x.norm, room.pages, room.scale, room.arrived),
-        *(x.n, x.width, x.stride, room.n_pages, width, most, x.eps),
-    )
-    return [Call("prepare_pages", (n_rows, 1, 1), (_PAGES_THREADS, 1, 1), 0, (arguments,)), *products]
+    calls: list[Call] = []
+    for is_whole in (True, False):
+        kinds = [k for k in dict.fromkeys(m.type for m in matrices) if (k in WHOLE) == is_whole]
+        products, most = [], 0
+        for kind in kinds:
+            of_kind = [m for m in matrices if m.type == kind]
+            rows = tuple(m.n_out for m in (of_kind[:1] if swiglu else of_kind))
+            best = shape or few_shape(limits, kind, width, x.n, x.width, rows, swiglu)
+            arguments = _FEW.pack(
+                *(room.pages, room.scale, room.sums if best.parts > 1 else 0, room.arrived),
+                *(x.n, x.width, len(of_kind), swiglu, best.part_stages, best.stages),
+            )
+            arguments += pack_matrices(of_kind)
+            grid = (_tiles(rows, best.warps, swiglu), n_rows // width, best.parts)
+            products.append(
+                Call(f"mma_{kind.lower()}_{width}", grid, (32 * best.warps, 1, 1), best.shared, (arguments,))
+            )
+            if best.parts > 1:
+                most = max(most, grid[0] * grid[1])
+        if products:
+            arguments = _PAGES.pack(
+                *(x.address, x.norm, room.pages, room.scale, room.arrived),
+                *(x.n, x.width, x.stride, room.n_pages, width, most, x.eps, is_whole),
+            )
+            calls += [Call("prepare_pages", (n_rows, 1, 1), (_PAGES_THREADS, 1, 1), 0, (arguments,)), *products]
+    return calls
 
 
 def _tiles(rows: Sequence[int], warps: int, swiglu: bool) -> int:
@@ -71,7 +80,7 @@ def few_shapes(limits: Limits, kind: str, width: int) -> list[tuple[int, int, in
     """(warps of a block, blocks of a multiprocessor at a time, stages, bytes of shared memory) that are possible."""
     form = FORMATS[kind]
     found = []
-    for warps in (4, 6, 8, 12):
+    for warps in (4, 8, 12) if kind in WHOLE else (4, 6, 8, 12):
         stage = (form.few_columns // 8 + form.few_columns // 256 * 2) * 16 * width + warps * 16 * form.few_slot
         room = limits.shared_per_block
         blocks = min(_WARPS // warps, (room + 1024) // (2 * stage + 1024 + _BARRIERS))
@@ -87,18 +96,18 @@ def few_shape(
 ) -> FewShape:
     """The shape that finishes first, by a model of an H200; `rows` of W of each matrix, with SwiGLU of one.
 
-    In cycles of a multiprocessor: a warp needs so many slots of an instruction for a stage and, alone, some three times
-    that; the second-level cache delivers some 20 bytes; a block costs something to begin, and so does the last one of a tile.
+    In cycles of a multiprocessor, fitted to `bench/few_rows.py`: a stage takes a warp some cycles for itself and for each
+    row of x, alone four times what it takes beside others; a block costs something to begin, and so does the last one of
+    a tile with the sums that it adds up.
     """
     form = FORMATS[kind]
     n_stages = -(-n_in // form.few_columns)
-    slots = form.few_columns / 64 * (85 + 1.25 * width)
+    stage = form.few_columns / 64 * (_STAGE + _ROW * width) * (1.3 if kind == "Q6_K" else 1)
     room = sums_bytes(n, sum(rows) * (2 if swiglu else 1))
     best, least = None, 0.0
     for warps, at_a_time, stages, shared in few_shapes(limits, kind, width):
         tiles = _tiles(rows, warps, swiglu) * -(-n // width)
         sums = 4 * tiles * 16 * warps * width
-        copied = form.few_columns * 2 * width + warps * 16 * form.few_columns * form.block_bytes / form.block
         for wanted in PARTS:
             if wanted > 1 and (wanted > n_stages or sums * wanted > room or tiles > TILES):
                 break
@@ -108,10 +117,9 @@ def few_shape(
             cost = 0.0
             for rounds, blocks in ((full, at_a_time), (1, -(-rest // limits.multiprocessors))):
                 if blocks:
-                    step = max(blocks * warps * slots / 2.6, 3 * slots, blocks * copied / 20)
-                    cost += rounds * (1500 + part_stages * step)
+                    cost += rounds * (_BEGIN + part_stages * stage * max(blocks * warps, _ALONE))
             if parts > 1:
-                cost += 2500 + 2 * sums * parts / 2500
+                cost += _ADD + parts * (_PART + sums * _SUM)
             if best is None or cost < least:
                 best, least = FewShape(warps, parts, part_stages, stages, shared), cost
     assert best is not None

@@ -93,3 +93,5 @@ MORE_WIDTHS = (32, 40)
 """Widths that have kernels only for the types of COMMON; the others are compiled for all."""
 COMMON = ("F16", "BF16", "Q4_0", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 """What most models are made of."""
+WHOLE = ("Q4_K", "Q5_K", "Q6_K")
+"""What `kernels/whole.cuh` multiplies as whole numbers: x comes in an order of its own, and warps in fours."""

@@ -48,13 +48,15 @@ MADE_BY_MACRO = re.compile(r"\b(attention_(?:decode|prefill)_|embed_|delta_rule_
 """The part of a kernel's name that a macro puts in front of what it varies."""
 
 
-def library(kernels_txt: Path, names: tuple[str, ...] = FILES) -> Path:
+def library(kernels_txt: Path, names: tuple[str, ...] = FILES, groups: bool = True) -> Path:
+    """`groups`: as on sm_90a, where four warps multiply together; else as elsewhere."""
+    flags = (*FLAGS, *(["-DEMULATED_GROUPS"] if groups else []))
     lines = kernels_txt.read_text().splitlines()[1:]
     sources = ROOT / "kernels"
     places = [*sources.glob("*.cu"), *sources.glob("*.cuh"), *HERE.glob("*.[chc]*")]
     texts = {path.name: path.read_text() for path in places}
     texts = {n: t for n, t in texts.items() if not n.endswith(".cu") or n[:-3] in names}
-    digest = hashlib.sha256(repr((sorted(texts.items()), lines, FLAGS)).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(repr((sorted(texts.items()), lines, flags)).encode()).hexdigest()[:16]
     out = ROOT / "build" / "tests" / f"emulated-{digest}.so"
     if out.exists():
         return out
@@ -103,7 +105,7 @@ def library(kernels_txt: Path, names: tuple[str, ...] = FILES) -> Path:
             subprocess.Popen(
                 [
                     "g++",
-                    *FLAGS,
+                    *flags,
                     f"-I{work}",
                     "-c",
                     str(unit),

@@ -50,6 +50,30 @@ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
 
 inline void mma8(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) { mma(c, {a0, a1, 0, 0}, b, 0); }
 
+#ifdef EMULATED_GROUPS
+constexpr bool has_groups = true;
+#else
+constexpr bool has_groups = false;
+#endif
+inline void group_begin() {}
+inline void group_commit() {}
+template <int pending>
+void group_wait() {}
+inline void group_keep(uint32_t &) {}
+inline uint64_t group_operand(uint32_t address, uint32_t leading) { return address / 16 | uint64_t(leading) << 32; }
+template <int n>
+void group_multiply(float (&c)[n][4], const uint32_t (&a)[4], uint64_t b, bool is_first) {
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    for (int j = 0; j < n; j++) {
+        if (is_first) c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0;
+        const unsigned char *from = emulated_shared + 16 * uint32_t(b) + (8 * j + g) * 16 + 4 * t;
+        uint32_t b0, b1;
+        memcpy(&b0, from, 4);
+        memcpy(&b1, from + (b >> 32), 4);
+        mma(c[j], a, b0, b1);
+    }
+}
+
 // Of each of four matrices the two halves that are this lane's.
 template <bool transposed>
 void load_eights(uint32_t (&r)[4], const void *row) {

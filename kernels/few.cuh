@@ -39,7 +39,8 @@ struct Stage {
   static constexpr int bytes = columns / W::block_elements * W::block_bytes;  // of a row
   static constexpr bool alike = !is_float<Format> && W::block_bytes % 16 == 0;  // every row begins at a multiple of 16
   static constexpr int chunks = alike ? bytes / 16 : (bytes + 30) / 16;         // of 16 bytes, of a row
-  static constexpr int slots = chunks | 1;                                      // odd, against bank conflicts
+  // What lanes read at once shall not meet in a bank: two rows of pieces 0, 1, 4 and 5, or rows a piece apart.
+  static constexpr int slots = Whole<Format>::has_minima ? (chunks + 1) / 4 * 4 + 2 : chunks | 1;
   static constexpr int slot = 16 * slots;
   static constexpr int x_chunks = (columns / 8 + 2 * Whole<Format>::has_minima) * N;
   static constexpr int x_bytes = 16 * x_chunks;
@@ -170,21 +171,17 @@ __device__ __forceinline__ void few(const FewArgs& args) {
       };
       if constexpr (Whole<Format>::exists) {
         const Whole<Format> a0(SharedBytes{w0 + early0}, t), a1(SharedBytes{w1 + early1}, t);
-        if constexpr (Whole<Format>::has_minima) {
-          const uint8_t* sums = x_stage + S::columns / 8 * N * 16 + 32 * g + 8 * t;
-#pragma unroll
-          for (int n = 0; n < N / 8; ++n) {
-            float c[4] = {};
-            const uint2 b = *reinterpret_cast<const uint2*>(sums + 256 * n);
-            mma8(c, a0.minima, a1.minima, b.x);
-            mma8(c, a0.minima, a1.minima, b.y);
-            add(n, c, -page_sum * a0.least, -page_sum * a1.least);
-          }
-        }
         float c[N / 8][4];
         if constexpr (has_groups) {
           const uint64_t units = group_operand(base + buffer * stage_bytes, 16 * N);
           uint32_t a[2][4][4];
+          if constexpr (Whole<Format>::has_minima) {
+            uint32_t(&now)[4] = a[1][0];
+            now[0] = now[2] = a0.minima, now[1] = now[3] = a1.minima;
+            group_begin();
+            group_multiply(c, now, units + S::columns / 8 * N, true);
+            group_commit();
+          }
 #pragma unroll
           for (int r = 0; r < 4; ++r) {
             auto& now = a[r % 2];  // the other one is being multiplied
@@ -200,6 +197,15 @@ __device__ __forceinline__ void few(const FewArgs& args) {
               a1.numbers(r, w, h1);
               now[w][0] = h0[0], now[w][1] = h1[0], now[w][2] = h0[1], now[w][3] = h1[1];
             }
+            if constexpr (Whole<Format>::has_minima) {
+              if (r == 0) {
+                group_wait<0>();
+#pragma unroll
+                for (int i = 0; i < 4; ++i) group_keep(a[1][0][i]);
+#pragma unroll
+                for (int n = 0; n < N / 8; ++n) add(n, c[n], -page_sum * a0.least, -page_sum * a1.least);
+              }
+            }
             group_begin();
 #pragma unroll
             for (int w = 0; w < 4; ++w) group_multiply(c, now[w], units + (4 * r + w) * 2 * N, r + w == 0);
@@ -209,6 +215,16 @@ __device__ __forceinline__ void few(const FewArgs& args) {
 #pragma unroll
           for (int i = 0; i < 32; ++i) group_keep(a[i / 16][i / 4 % 4][i % 4]);
         } else {
+          if constexpr (Whole<Format>::has_minima) {
+            const uint8_t* sums = x_stage + S::columns / 8 * N * 16 + 16 * g + 4 * t;
+#pragma unroll
+            for (int n = 0; n < N / 8; ++n) {
+              float d[4] = {};
+              mma8(d, a0.minima, a1.minima, *reinterpret_cast<const uint32_t*>(sums + 128 * n));
+              mma8(d, a0.minima, a1.minima, *reinterpret_cast<const uint32_t*>(sums + 128 * n + 16 * N));
+              add(n, d, -page_sum * a0.least, -page_sum * a1.least);
+            }
+          }
 #pragma unroll
           for (int n = 0; n < N / 8; ++n) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0;
 #pragma unroll
@@ -327,12 +343,30 @@ __device__ __forceinline__ void few(const FewArgs& args) {
     for (int i = 0; i < N / 8; ++i) *at(lane + 32 * i) = total[i];
     __syncwarp();
   }
+  // What memory has to say to several results is asked for at once.
+  constexpr int at_once = 4;
 #pragma unroll 1
-  for (int i = lane; i < 16 * N; i += 32) {
-    const int r = i % 16, m = blockIdx.y * N + i / 16, side = args.swiglu ? r / 8 : 0, row = first + r - 8 * side;
-    if (row > last || m >= args.m || side) continue;
-    const float* from = sums + i / 16 * stride + r;
-    put(gate, args.swiglu ? &other : nullptr, row, m, args.x_scale[m], from[0], from[8]);
+  for (int i = lane; i < N * yield; i += 32 * at_once) {
+    float v[at_once], w[at_once] = {}, residual[at_once] = {};
+    bool there[at_once];
+#pragma unroll
+    for (int k = 0; k < at_once; ++k) {
+      const int j = i + 32 * k, m = blockIdx.y * N + j / yield, row = first + j % yield;
+      there[k] = j < N * yield && m < args.m && row <= last;
+      if (!there[k]) continue;
+      const float* from = sums + j / yield * stride + j % yield;
+      const float scale = __ldg(args.x_scale + m);
+      v[k] = from[0] * scale + (gate.bias ? __ldg(gate.bias + row) : 0.0f);
+      if (args.swiglu) w[k] = from[8] * scale + (other.bias ? __ldg(other.bias + row) : 0.0f);
+      if (gate.residual) residual[k] = gate.residual[(size_t)m * gate.out_stride + row];
+    }
+#pragma unroll
+    for (int k = 0; k < at_once; ++k) {
+      const int j = i + 32 * k;
+      if (!there[k]) continue;
+      gate.out[(size_t)(blockIdx.y * N + j / yield) * gate.out_stride + first + j % yield] =
+          (args.swiglu ? silu(v[k]) * w[k] : v[k]) + residual[k];
+    }
   }
 }
 

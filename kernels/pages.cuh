@@ -1,6 +1,6 @@
 // Rows of x as few.cuh reads them: its header says why. A page is 256 columns of N rows: 32 units of 8 columns, 16 bytes
-// a row, then 32 bytes a row with the sums over every 32 columns, divided by `page_sum` so that they fit halves: those of
-// two neighbours, then what rounding lost of both.
+// a row, and two more with the sums over every 32 columns, divided by `page_sum` so that they fit halves, and with what
+// rounding lost of these.
 #pragma once
 
 #include <stdint.h>

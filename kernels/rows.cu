@@ -195,9 +195,9 @@ extern "C" __global__ void __launch_bounds__(pages_threads) prepare_pages(const 
     const float next = __shfl_xor_sync(0xffffffffu, sum, 4);
     if (u % 8 == 0) {
       const uint32_t high = pack_halves(sum, next);
-      const uint32_t low = pack_halves(sum - half_bits(high & 0xffff), next - half_bits(high >> 16));
-      uint32_t* to = reinterpret_cast<uint32_t*>(page + 32 * args.page_rows + 2 * place) + u / 4;
-      to[0] = high, to[1] = low;
+      uint32_t* to = reinterpret_cast<uint32_t*>(page + 32 * args.page_rows + place) + u / 8;
+      to[0] = high;
+      to[4 * args.page_rows] = pack_halves(sum - half_bits(high & 0xffff), next - half_bits(high >> 16));
     }
   };
 #pragma unroll

@@ -22,10 +22,11 @@ class Format(NamedTuple):
 
     @property
     def few_slot(self) -> int:
-        """Bytes of a row of it: an odd number of 16, with room for a row that begins elsewhere than at a multiple."""
+        """Bytes of a row of it, with room for one that begins elsewhere than at a multiple of 16."""
         size = self.few_columns * self.block_bytes // self.block
         chunks = size // 16 if self.block > 1 and self.block_bytes % 16 == 0 else (size + 30) // 16
-        return 16 * (chunks | 1)
+        has_minima = self.piece == 64 and self.block_bytes % 16 == 0  # Q4_K and Q5_K
+        return 16 * ((chunks + 1) // 4 * 4 + 2 if has_minima else chunks | 1)
 
     @property
     def rows(self) -> int:

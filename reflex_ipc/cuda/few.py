@@ -13,8 +13,8 @@ _FEW = Struct("<4Q6i")
 _PAGES = Struct("<5Q6ifi")
 _PAGES_THREADS = 512
 _WARPS = 12  # of a multiprocessor: registers suffice for so many
-_STAGE, _ROW, _ALONE = 18.1, 1.73, 8.4
-_BEGIN, _ADD, _PART, _SUM = 3500, 3200, 210, 0.0011
+_STAGE, _ROW, _ALONE = 27.6, 1.14, 8.4
+_BEGIN, _ADD, _PART, _SUM = 2300, 2600, 360, 0.0014
 _BARRIERS = 64  # bytes of shared memory beside the stages
 
 
@@ -97,7 +97,7 @@ def few_shape(
     """The shape that finishes first, by a model of an H200; `rows` of W of each matrix, with SwiGLU of one.
 
     In cycles of a multiprocessor, fitted to `bench/few_rows.py`: a stage takes a warp some cycles for itself and for each
-    row of x, alone four times what it takes beside others; a block costs something to begin, and so does the last one of
+    row of x, fewer warps as much as `_ALONE`; a block costs something to begin, and so does the last one of
     a tile with the sums that it adds up.
     """
     form = FORMATS[kind]
@@ -117,7 +117,7 @@ def few_shape(
             cost = 0.0
             for rounds, blocks in ((full, at_a_time), (1, -(-rest // limits.multiprocessors))):
                 if blocks:
-                    cost += rounds * (_BEGIN + part_stages * stage * max(blocks * warps, _ALONE))
+                    cost += rounds * (_BEGIN + part_stages * stage * (1 + max(blocks * warps, _ALONE)))
             if parts > 1:
                 cost += _ADD + parts * (_PART + sums * _SUM)
             if best is None or cost < least:

@@ -112,8 +112,8 @@ class Room:
 
 
 class Pages:
-    """How scratch is divided for `kernels/few.cuh`: pages of n rows of x (`kernels/pages.cuh`), their powers of two, how
-    many parts of each tile have arrived, and the sums of parts."""
+    """How scratch is divided for `kernels/few.cuh`: pages of n rows of x (`kernels/pages.cuh`), their powers of two,
+    how many parts of each tile have arrived, and the sums of parts."""
 
     def __init__(self, scratch: int, n: int, width: int) -> None:
         self.n_pages = -(-width // 256)

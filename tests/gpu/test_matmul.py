@@ -371,7 +371,7 @@ def test_experts(gpu, name, m, per_expert):
     scratch = cp.full(size + 256, 0xFF, cp.uint8)
     at = scratch.data.ptr + -scratch.data.ptr % 256
     matrix = Matrix(name, weight, n_out, out.address, n_out)
-    gpu(expert_linear(gpu.limits, source, matrix, experts, at, per_expert=per_expert))
+    gpu(expert_linear(gpu.limits, source, [matrix], experts, at, per_expert=per_expert))
     matrices = [values(name, d, n_out, n_in) for d in data]
     rows = []
     for t in range(m):

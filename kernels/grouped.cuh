@@ -39,6 +39,36 @@ struct GroupedArgs {
 constexpr int grouped_threads = 384;
 constexpr int grouped_width = 64;
 
+// A power of two that is 2^-14 of one above the number with these magnitude bits: weights divided by it are below 2^14,
+// so that the rest of what is not far below the greatest is no tiny half.
+__device__ __forceinline__ float power_below(uint32_t bits) {
+  return __uint_as_float(max(__float_as_uint(power_above(bits)), 15u << 23) - (14u << 23));
+}
+
+// A run times `inverse`, and the rest.
+template <class Format>
+__device__ __forceinline__ void split(const typename Operand<Format>::Parts& parts, int run, float inverse,
+                                      uint32_t (&h)[8], uint32_t (&rest)[8]) {
+  const uint32_t bias = (0x6400 + (Format::is_signed ? 128 : Format::zero << Format::shift(run))) * 0x10001;
+  const float s = parts.scale[run / Format::group] * inverse * (1.0f / (1 << Format::shift(run)));
+  const float o = parts.offset[run / Format::group] * inverse;
+  const uint32_t scale = pack_halves(s, s), least = pack_halves(s - half_bits(scale), s - half_bits(scale));
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    // A byte b under 0x64 is the half 1024 + b: exact, and so is the difference.
+    const uint32_t word = Format::is_signed ? parts.q[run][i / 2] ^ 0x80808080 : parts.q[run][i / 2];
+    const uint32_t q = subtract_halves(permute(word, 0x64646464, i % 2 ? 0x4342 : 0x4140), bias);
+    if constexpr (Format::has_offset) {
+      const float a = fmaf(half_bits(q), s, o), b = fmaf(half_bits(q >> 16), s, o);
+      h[i] = pack_halves(a, b);
+      rest[i] = pack_halves(a - half_bits(h[i]), b - half_bits(h[i] >> 16));
+    } else {
+      h[i] = multiply_halves(q, scale);
+      rest[i] = fma_halves(q, least, fma_halves(q, scale, h[i] ^ 0x80008000));  // what the product lost is a half
+    }
+  }
+}
+
 template <class Format>
 __device__ __forceinline__ void grouped(const GroupedArgs& args) {
   using W = Operand<Format>;
@@ -142,20 +172,21 @@ __device__ __forceinline__ void grouped(const GroupedArgs& args) {
           uint32_t both = permute(W::bound(a0, k), W::bound(a1, k), 0x7632);
           both = __vmaxu2(both, __shfl_xor_sync(0xffffffffu, both, 1));
           both = __vmaxu2(both, __shfl_xor_sync(0xffffffffu, both, 2));
-          power0 = power_above(both << 16), power1 = power_above(both & 0xffff0000u);
+          power0 = power_below(both << 16), power1 = power_below(both & 0xffff0000u);
           inverse0 = reciprocal_of_power(power0), inverse1 = reciprocal_of_power(power1);
         }
         uint32_t h0[8], h1[8], low0[8], low1[8];
-        W::to_half(a0, k, inverse0, h0);
-        W::to_half(a1, k, inverse1, h1);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) asm volatile("" : "+r"(h0[i]), "+r"(h1[i]));  // here, not earlier: registers are dear
-        if constexpr (!is_float<Format>) {
-          W::rest(a0, k, inverse0, h0, low0);
-          W::rest(a1, k, inverse1, h1, low1);
+        if constexpr (is_float<Format>) {
+          W::to_half(a0, k, inverse0, h0);
+          W::to_half(a1, k, inverse1, h1);
+        } else {
+          split<Format>(a0, k, inverse0, h0, low0);
+          split<Format>(a1, k, inverse1, h1, low1);
 #pragma unroll
           for (int i = 0; i < 8; ++i) asm volatile("" : "+r"(low0[i]), "+r"(low1[i]));
         }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) asm volatile("" : "+r"(h0[i]), "+r"(h1[i]));  // here, not earlier: registers are dear
         // Two products side by side: one alone would wait for itself.
 #pragma unroll
         for (int n = 0; n < N / 8; n += 2) {

@@ -3,6 +3,7 @@
 The driver is the fake one, which checks handles, parameter sizes, the bounds of every copy, and what is given back.
 """
 
+import json
 import subprocess
 import sys
 from itertools import pairwise
@@ -280,3 +281,21 @@ print(sorted((heavy | later) & set(sys.modules)))
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+@needs_kernels
+def test_the_benchmark_of_experts_runs(fake: Fake, tmp_path: Path) -> None:
+    """bench/experts.py, as far as a device that computes nothing can show it."""
+    script = Path(__file__).parent.parent / "bench" / "experts.py"
+    arguments = "--shapes qwen3-30b-a3b --layers 1 --rounds 1 --counts 1 64 --sweep --library".split()
+    done = subprocess.run(
+        [sys.executable, script, tmp_path, *arguments, fake.path],
+        env={"FAKECUDA_KERNELS": str(KERNELS), "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    saved = json.loads((tmp_path / "experts.json").read_text())
+    assert [(row["down"], row["n"]) for row in saved["rows"]] == [(k, n) for k in ("Q4_K", "Q6_K") for n in (1, 64)]
+    assert {(row["n"], row["what"]) for row in saved["shapes"]} == {(64, "gate, up"), (64, "down")}

@@ -111,20 +111,21 @@ class _Grouping:
 def tile_width(limits: Limits) -> int:
     """Slots of a tile: the same for every type of weights, so that all products of a layer share one grouping."""
     kinds = [kind for kind in FORMATS if kind not in _DENSE]
-    fits = (w for w in WIDTHS if all(_most_warps(limits, kind, w) >= _LEAST_WARPS for kind in kinds))
+    fits = (w for w in WIDTHS if all(most_warps(limits, kind, w) >= _LEAST_WARPS for kind in kinds))
     return next(fits, WIDTHS[-1])
 
 
 @cache
 def grouped_shape(limits: Limits, kind: str, width: int, tiles: int) -> Shape:
     """As many warps as there can be, but no more than the blocks of so many tiles of 16 rows share out evenly."""
-    most = max(1, _most_warps(limits, kind, width))
+    most = max(1, most_warps(limits, kind, width))
     warps = -(-tiles // -(-tiles // most))
     x, w = _stage(kind, width)
     return Shape(warps, width, max(2 * (x + warps * w), warps * width * 80))
 
 
-def _most_warps(limits: Limits, kind: str, width: int) -> int:
+def most_warps(limits: Limits, kind: str, width: int) -> int:
+    """Of a block that multiplies so many slots at once."""
     x, w = _stage(kind, width)
     return min(WARPS, ((limits.shared_per_block - _STATIC) // 2 - x) // w)
 

@@ -68,7 +68,7 @@ def scratch_bytes(plan: "Plan", n_tokens: int) -> int:
         if isinstance(op, ops.ExpertLinear):
             tensor = plan.weights[op.weight]
             per_expert = op.x.width != tensor.ne[0]
-            size = _expert_scratch(tensor, n_tokens, _experts_of(plan, op), per_expert=per_expert)
+            size = _expert_scratch(tensor, n_tokens, experts_of(plan, op), per_expert=per_expert)
             for_experts = max(for_experts, size)
             between_experts = max(between_experts, sum(_between_experts(op, n_tokens)))
         elif isinstance(op, ops.LatentAttention):
@@ -92,7 +92,7 @@ def _between_experts(down: ops.ExpertLinear, n_tokens: int) -> tuple[int, int]:
     return aligned(4 * n_tokens * down.x.width), aligned(4 * n_tokens * down.out.width)
 
 
-def _experts_of(plan: "Plan", op: ops.ExpertLinear, ids: int = 0) -> Experts:
+def experts_of(plan: "Plan", op: ops.ExpertLinear, ids: int = 0) -> Experts:
     tensor = plan.weights[op.weight]
     n_expert = tensor.ne[2]
     return Experts(ids, op.routes.width, op.routes.width // 2, tensor.nbytes // n_expert, n_expert)
@@ -137,13 +137,13 @@ def route(low: "Lowering", op: ops.Route, shape: "Shape") -> "Iterator[Launch]":
 
 
 def expert_linear(low: "Lowering", op: ops.ExpertLinear, shape: "Shape") -> "Iterator[Launch]":
-    matrix, experts = _matrix_of(low, op, low.at(op.out)), _experts_of(low.plan, op, low.at(op.routes))
+    matrix, experts = matrix_of(low, op, low.at(op.out)), experts_of(low.plan, op, low.at(op.routes))
     n_in = low.plan.weights[op.weight].ne[0]
     entry = Input(low.at(op.x), shape.n_tokens, n_in, op.x.width)
     yield from _experts(low, entry, [matrix], experts, low.places.scratch, per_expert=op.x.width != n_in)
 
 
-def _matrix_of(low: "Lowering", op: ops.ExpertLinear, out: int) -> Matrix:
+def matrix_of(low: "Lowering", op: ops.ExpertLinear, out: int) -> Matrix:
     """Of its first expert."""
     tensor = low.plan.weights[op.weight]
     return Matrix(tensor.type.name, low.weight(op.weight), tensor.ne[1], out, tensor.ne[1])
@@ -178,19 +178,19 @@ def expert_group(low: "Lowering", group: "Group", shape: "Shape") -> "Iterator[L
     act = low.places.scratch
     mixed = act + act_bytes
     scratch = mixed + mixed_bytes
-    matrix = _matrix_of(low, gate, act)._replace(n_out=n_ff, out_stride=n_ff)
+    matrix = matrix_of(low, gate, act)._replace(n_out=n_ff, out_stride=n_ff)
     if isinstance(firsts[1], ops.Slice):  # one tensor has both: behind an expert's gate rows come its up rows
         matrices = [matrix, matrix._replace(weight=matrix.weight + n_ff * weights[gate.weight].row_bytes)]
     else:
-        matrices = [matrix, _matrix_of(low, firsts[1], act)]
-    experts = _experts_of(low.plan, gate, low.at(gate.routes))
+        matrices = [matrix, matrix_of(low, firsts[1], act)]
+    experts = experts_of(low.plan, gate, low.at(gate.routes))
     entry = Input(low.at(gate.x), n, gate.x.width, gate.x.width)
     yield from _experts(low, entry, matrices, experts, scratch, per_expert=False)
     is_grouped = are_grouped(n, experts, matrix.type)
     experts = experts._replace(bytes=weights[down.weight].nbytes // experts.n_expert)
     entry = Input(act, n, n_ff, down.x.width)
     yield from _experts(
-        low, entry, [_matrix_of(low, down, mixed)], experts, scratch, per_expert=True, is_grouped=is_grouped
+        low, entry, [matrix_of(low, down, mixed)], experts, scratch, per_expert=True, is_grouped=is_grouped
     )
     width = addition.out.width
     arguments = [low.at(addition.out), mixed, low.at(addition.routes), width * n, width, n_used]

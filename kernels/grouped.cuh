@@ -76,7 +76,8 @@ __device__ __forceinline__ void grouped(const GroupedArgs& args) {
   constexpr int N = grouped_width, places = S::columns / 8;
   static_assert(places == 16 || places == 32, "lanes of a warp copy one or two rows of x");
   extern __shared__ __align__(16) uint8_t shared[];
-  __shared__ int x_row[N];  // where the row of x of a tile's slot begins
+  __shared__ int its_slot[N], its_row[N];  // of a place in the tile: its slot, and where the slot's row of x begins
+  __shared__ float its_scale[N];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
   const int yield = args.up ? 8 : 16, first = (blockIdx.x * warps + warp) * yield, last = args.n_out - 1;
   const int bytes = (int)row_bytes<Format>(args.n_in);
@@ -86,7 +87,6 @@ __device__ __forceinline__ void grouped(const GroupedArgs& args) {
   const int4 tile = args.tiles[blockIdx.y];
   const int count = tile.z;
   if (!count) return;
-  const int* slots = args.slots + tile.y;
   const size_t expert = tile.x * args.expert_bytes;
   const uint8_t* row0 = args.weight + expert + (size_t)min(first + g, last) * bytes;
   const uint8_t* row1 = args.up ? args.up + expert + (size_t)min(first + g, last) * bytes
@@ -121,12 +121,16 @@ __device__ __forceinline__ void grouped(const GroupedArgs& args) {
 #pragma unroll 2
     for (int i = warp * (32 / places) + lane / places; i < 2 * count; i += warps * (32 / places)) {
       const int s = i / 2, rest = i % 2;
-      copy16(to + rest * x_plane + 16 * s, x + x_row[s] + rest * plane + stage * places, true);
+      copy16(to + rest * x_plane + 16 * s, x + its_row[s] + rest * plane + stage * places, true);
     }
   };
 
   copy_w(0);
-  if (threadIdx.x < count) x_row[threadIdx.x] = slots[threadIdx.x] / args.share * 2 * plane;
+#pragma unroll 1
+  for (int s = threadIdx.x; s < count; s += blockDim.x) {
+    const int slot = args.slots[tile.y + s], row = slot / args.share;
+    its_slot[s] = slot, its_row[s] = row * 2 * plane, its_scale[s] = args.x_scale[row];
+  }
   let_successor_start();
   __syncthreads();
   copy_x(0);
@@ -223,27 +227,19 @@ __device__ __forceinline__ void grouped(const GroupedArgs& args) {
     }
   }
 
-  // Through shared memory, so that rows are written side by side; no two accumulators of a warp fall into one bank.
-  constexpr int stride = 20;
-  float* sums = reinterpret_cast<float*>(shared) + warp * args.width * stride;
-  __syncthreads();
+  // The 8 lanes of a column of sums write 32 bytes side by side.
+  const int row = first + g;
 #pragma unroll
   for (int n = 0; n < N / 8; ++n) {
-    if (8 * n >= count) break;
-    float* to = sums + (8 * n + 2 * t) * stride + g;
-    to[0] = sum[n][0], to[stride] = sum[n][1], to[8] = sum[n][2], to[stride + 8] = sum[n][3];
-  }
-  __syncwarp();
-#pragma unroll 1
-  for (int i = lane; i < count * yield; i += 32) {
-    const int r = i % yield, row = first + r;
-    if (row > last) continue;
-    const int slot = slots[i / yield];
-    const float* from = sums + i / yield * stride + r;
-    const float scale = args.x_scale[slot / args.share];
-    float v = from[0] * scale;
-    if (args.up) v = v / (1.0f + expf(-v)) * (from[8] * scale);
-    args.out[(size_t)slot * args.n_out + row] = v;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int s = 8 * n + 2 * t + j;
+      if (s >= count) continue;
+      float* out = args.out + (size_t)its_slot[s] * args.n_out + row;
+      const float v = sum[n][j] * its_scale[s], w = sum[n][2 + j] * its_scale[s];
+      if (row <= last) out[0] = args.up ? __fdividef(v, 1.0f + expf(-v)) * w : v;
+      if (!args.up && row + 8 <= last) out[8] = w;
+    }
   }
 }
 

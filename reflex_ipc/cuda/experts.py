@@ -19,7 +19,7 @@ WARPS = 12
 """Of a block, at most: registers suffice for so many."""
 
 _LEAST_WARPS = 4  # that make it worth while to read so many rows of x
-_STATIC = 256  # bytes of shared memory that `grouped` needs beside its stages
+_STATIC = 768  # bytes of shared memory that `grouped` needs beside its stages
 _DENSE = ("F32", "Q1_0", "Q2_0", "TQ1_0", "TQ2_0")  # types whose experts are not grouped: no model has any
 
 _GROUPING = Struct("<3Q6i")
@@ -121,7 +121,7 @@ def grouped_shape(limits: Limits, kind: str, width: int, tiles: int) -> Shape:
     most = max(1, most_warps(limits, kind, width))
     warps = -(-tiles // -(-tiles // most))
     x, w = _stage(kind, width)
-    return Shape(warps, width, max(2 * (x + warps * w), warps * width * 80))
+    return Shape(warps, width, 2 * (x + warps * w))
 
 
 def most_warps(limits: Limits, kind: str, width: int) -> int:

@@ -287,7 +287,19 @@ print(sorted((heavy | later) & set(sys.modules)))
 def test_the_benchmark_of_experts_runs(fake: Fake, tmp_path: Path) -> None:
     """bench/experts.py, as far as a device that computes nothing can show it."""
     script = Path(__file__).parent.parent / "bench" / "experts.py"
-    arguments = "--shapes qwen3-30b-a3b --layers 1 --rounds 1 --counts 1 64 --sweep --library".split()
+    arguments = [
+        "--shapes",
+        "qwen3-30b-a3b",
+        "--layers",
+        "1",
+        "--rounds",
+        "1",
+        "--counts",
+        "1",
+        "64",
+        "--sweep",
+        "--library",
+    ]
     done = subprocess.run(
         [sys.executable, script, tmp_path, *arguments, fake.path],
         env={"FAKECUDA_KERNELS": str(KERNELS), "PYTHONPATH": ":".join(sys.path)},

@@ -32,9 +32,9 @@ from measure import MeasurementError, summary
 from reflex_ipc import archs
 from reflex_ipc.cuda.device import Device
 from reflex_ipc.cuda.driver import LIBRARY, Driver
-from reflex_ipc.cuda.executor import Weights
 from reflex_ipc.cuda.memory import Pinned
 from reflex_ipc.cuda.upload import Upload
+from reflex_ipc.cuda.weights import Weights
 from reflex_ipc.environment import usable_cpus
 from reflex_ipc.errors import ReflexError
 from reflex_ipc.gguf import GGUF

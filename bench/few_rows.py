@@ -6,7 +6,7 @@
 `old` is matmul.cuh, where each warp reads x itself, `new` few.cuh, `gemm` weights widened to halves and one plain
 product. Times are of the products alone: x is halves already. One launch of a graph multiplies with many matrices in
 turn, more than the second-level cache holds, each product dependent on the one before. The sweep runs `new` in every
-shape it can have, next to the one that linear.py chooses. Kernels are compiled here.
+shape it can have, next to the one that cuda/few.py chooses. Kernels are compiled here.
 """
 
 import argparse
@@ -28,8 +28,11 @@ import numpy as np  # noqa: E402
 import build  # noqa: E402
 from reflex_ipc.cuda import linear  # noqa: E402
 from reflex_ipc.cuda.device import Device, start_driver  # noqa: E402
+from reflex_ipc.cuda.few import FewShape, few, few_shape, few_shapes  # noqa: E402
+from reflex_ipc.cuda.formats import FLOATS, FORMATS, WIDTHS  # noqa: E402
+from reflex_ipc.cuda.gemm import gemm_half  # noqa: E402
 from reflex_ipc.cuda.launch import Kernels  # noqa: E402
-from reflex_ipc.cuda.linear import Call, Input, Limits, Matrix  # noqa: E402
+from reflex_ipc.cuda.products import Call, Input, Limits, Matrix, Room, pack_matrices, prepare  # noqa: E402
 from reflex_ipc.reference.dequant import dequantise  # noqa: E402
 
 TYPES = ("Q4_K", "Q6_K", "Q8_0", "F16")
@@ -74,7 +77,7 @@ def kernels(types: Sequence[str], work: Path, target: str) -> str:
         name = kind.lower()
         old = "".join(f"REFLEX_MATMUL(old_{name}_{w}, {kind}, {w})\n" for w in OLD_WIDTHS)
         made = {f"old_{name}": f'#include "matmul.cuh"\n{old}REFLEX_WIDEN(widen_{name}, {kind})\n'}
-        for w in linear.WIDTHS:
+        for w in WIDTHS:
             made[f"few_{name}_{w}"] = f'#include "few.cuh"\nREFLEX_FEW(few_{name}_{w}, {kind}, {w})\n'
         for stem, text in made.items():
             (sources / f"{stem}.cu").write_text(text)
@@ -118,7 +121,7 @@ class Bench:
 
     def feed(self, kind: str) -> None:
         """The pool is full of weights of this type: the same 32 MB again and again."""
-        form = linear.FORMATS[kind]
+        form = FORMATS[kind]
         unit = 96 * form.block_bytes * 256  # whole rows of every product
         rng = np.random.default_rng(2)
         size = (32 << 20) // unit * unit
@@ -137,7 +140,7 @@ class Bench:
 
     def matrices(self, kind: str, product: Product, place: int) -> tuple[list[Matrix], int]:
         """One layer's from this place in the pool on, and where the next one's begin."""
-        form, found, out = linear.FORMATS[kind], [], self.out
+        form, found, out = FORMATS[kind], [], self.out
         for n in product.rows:
             found.append(Matrix(kind, self.pool + place, n, out, n))
             place += -(-n * product.n_in // form.block * form.block_bytes // 256) * 256
@@ -192,7 +195,7 @@ class Bench:
         """Relative, of the last rows of the last matrix (with SwiGLU, of both)."""
         matrices, _ = self.matrices(kind, product, 0)
         n = min(CHECKED, product.rows[-1])
-        form, last = linear.FORMATS[kind], product.rows[-1] - n
+        form, last = FORMATS[kind], product.rows[-1] - n
         row = product.n_in // form.block * form.block_bytes
         x = self.halves.reshape(-1)[: m * product.n_in].reshape(m, product.n_in).astype(np.float64)
         sums = []
@@ -225,51 +228,49 @@ class Old(Way):
     def __call__(self, bench: Bench, kind: str, product: Product, m: int, matrices: list[Matrix]) -> list[Call]:
         width = next(w for w in OLD_WIDTHS if w >= m or w == OLD_WIDTHS[-1])
         n_rows = -(-m // width) * width
-        room = linear._Room(bench.scratch, n_rows, product.n_in)
+        room = Room(bench.scratch, n_rows, product.n_in)
         x = bench.entry(m, product)
-        piece = 16 if kind in linear.FLOATS else linear.FORMATS[kind].piece
+        piece = 16 if kind in FLOATS else FORMATS[kind].piece
         capacity = max(1, bench.limits.multiprocessors * (1 if width >= 32 else 2) // (n_rows // width))
         tiles = [(n, 8 if product.swiglu else 16) for n in (product.rows[:1] if product.swiglu else product.rows)]
-        split, blocks = linear._split(tiles, -(-product.n_in // (4 * piece)), capacity)
+        split, blocks = linear.split_warps(tiles, -(-product.n_in // (4 * piece)), capacity)
         arguments = linear._MATMUL.pack(
             room.x, room.scale, m, n_rows, product.n_in, len(matrices), product.swiglu, split
-        ) + linear._matrices(matrices)
+        ) + pack_matrices(matrices)
         grid = (blocks, n_rows // width, 1)
         return [
-            linear._prepare(x, room.x, room.scale, n_rows, room.padded, n_rows, 1),
+            prepare(x, room.x, room.scale, n_rows, room.padded, n_rows, 1),
             Call(f"old_{kind.lower()}_{width}", grid, (256, 1, 1), 0, (arguments,)),
         ]
 
 
 class New(Way):
-    """In the shape that linear.py chooses, or a given one."""
+    """In the shape that cuda/few.py chooses, or a given one."""
 
-    def __init__(self, width: int | None = None, shape: linear.FewShape | None = None) -> None:
+    def __init__(self, width: int | None = None, shape: FewShape | None = None) -> None:
         self.width, self.shape = width, shape
 
     def __call__(self, bench: Bench, kind: str, product: Product, m: int, matrices: list[Matrix]) -> list[Call]:
-        width = self.width or next(w for w in linear.WIDTHS if w >= m)
-        calls = linear.few(
-            bench.limits, bench.entry(m, product), matrices, bench.scratch, product.swiglu, width, self.shape
-        )
+        width = self.width or next(w for w in WIDTHS if w >= m)
+        calls = few(bench.limits, bench.entry(m, product), matrices, bench.scratch, product.swiglu, width, self.shape)
         return [c._replace(kernel=c.kernel.replace("mma_", "few_")) for c in calls]
 
 
 class Gemm(Way):
     def __call__(self, bench: Bench, kind: str, product: Product, m: int, matrices: list[Matrix]) -> list[Call]:
-        return linear._gemm_half(bench.limits, bench.entry(m, product), matrices, bench.scratch, product.swiglu, False)
+        return gemm_half(bench.limits, bench.entry(m, product), matrices, bench.scratch, product.swiglu, False)
 
 
 WAYS: dict[str, Way] = {"old": Old(), "new": New(), "gemm": Gemm()}
 
 
-def shapes(bench: Bench, kind: str, width: int, product: Product) -> Iterator[linear.FewShape]:
-    n_stages = -(-product.n_in // linear.FORMATS[kind].few_columns)
+def shapes(bench: Bench, kind: str, width: int, product: Product) -> Iterator[FewShape]:
+    n_stages = -(-product.n_in // FORMATS[kind].few_columns)
     seen = set()
-    for warps, _, stages, shared in linear.few_shapes(bench.limits, kind, width):
+    for warps, _, stages, shared in few_shapes(bench.limits, kind, width):
         for wanted in (1, 2, 3, 4, 6, 8, 12, 16):
             each = -(-n_stages // wanted)
-            shape = linear.FewShape(warps, -(-n_stages // each), each, stages, shared)
+            shape = FewShape(warps, -(-n_stages // each), each, stages, shared)
             if shape not in seen:
                 seen.add(shape)
                 yield shape
@@ -301,7 +302,7 @@ def main() -> int:
     for kind in given.types:
         bench.feed(kind)
         for product in PRODUCTS:
-            size = sum(product.rows) * product.n_in // linear.FORMATS[kind].block * linear.FORMATS[kind].block_bytes
+            size = sum(product.rows) * product.n_in // FORMATS[kind].block * FORMATS[kind].block_bytes
             for m in (*given.counts, *given.more):
                 ways = WAYS if m <= 64 else {f"new {w}": New(w) for w in (40, 48, 64)} | {"gemm": Gemm()}
                 for name, way in ways.items():
@@ -319,7 +320,7 @@ def main() -> int:
                 continue
             for m in SWEPT if kind != "Q6_K" else (40,):
                 chosen = next(
-                    linear.few_shape(bench.limits, kind, m, m, product.n_in, r, product.swiglu)
+                    few_shape(bench.limits, kind, m, m, product.n_in, r, product.swiglu)
                     for r in [product.rows[:1] if product.swiglu else product.rows]
                 )
                 found = []

@@ -1,7 +1,7 @@
 // A few rows x at once, many enough that reading them costs: out[t] = W x[t] on tensor cores.
 //
-// The arithmetic is that of matmul.cuh, whose header explains it: a warp multiplies 16 rows of W with N rows of x (16 ..
-// 64), weights dequantised on the way into registers, runs of them divided by powers of two. But x is read from the
+// The arithmetic is that of matmul.cuh, whose header explains it: a warp multiplies 16 rows of W with N rows of x (more
+// than 16), weights dequantised on the way into registers, runs of them divided by powers of two. But x is read from the
 // second-level cache once a block, not once a warp, and with W goes through stages in shared memory that are filled
 // while earlier ones are multiplied.
 //

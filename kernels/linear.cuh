@@ -1,5 +1,5 @@
-// What the kernels of the matrix products share: their argument structures (packed by reflex_ipc/cuda/linear.py),
-// formats whose weights are floats already, and small device helpers.
+// What the kernels of the matrix products share: their argument structures (packed by products.py and its neighbours in
+// reflex_ipc/cuda), formats whose weights are floats already, and small device helpers.
 #pragma once
 
 #include "dequant.cuh"

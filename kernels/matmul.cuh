@@ -1,6 +1,6 @@
 // A few rows x at once: out[t] = W x[t] on tensor cores, W dequantised on the way into registers.
 //
-// A warp multiplies 16 rows of W with N rows of x (8, 16, 32 or 64). Lane 4 g + t reads pieces (dequant.cuh) t, t + 4,
+// A warp multiplies 16 rows of W with N rows of x (8 or 16). Lane 4 g + t reads pieces (dequant.cuh) t, t + 4,
 // ... of rows g and g + 8. The columns of a sum may come in any order as long as both factors agree on it: a
 // tensor-core step multiplies 4 elements that each of the 4 lanes of a row already has, so weights never pass through
 // shared memory. Rows of x come as halves, each divided by its own power of two (rows.cu), 8 elements of all rows side

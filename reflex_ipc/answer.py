@@ -35,8 +35,8 @@ from reflex_ipc.messages import (
 )
 
 if TYPE_CHECKING:
-    from reflex_ipc.backends import Poll
     from reflex_ipc.engine import Engine
+    from reflex_ipc.errors import Poll
     from reflex_ipc.generation import Token as EngineToken
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from reflex_ipc.cuda.device import Opening
+    from reflex_ipc.errors import Poll
     from reflex_ipc.trace import Trace
 
 DEVICE_NODES = ("/dev/nvidiactl", "/dev/dxg")
@@ -22,8 +23,6 @@ DEVICE_NODES = ("/dev/nvidiactl", "/dev/dxg")
 
 Progress = Callable[[str, int, int], None]
 """Called while a model opens with a phase, what is done of it, and the total."""
-Poll = Callable[[], str | None]
-"""Asked whether to go on, between tokens and inside whatever takes long: "cancelled" or "deadline" ends the answer."""
 
 
 class Executor(Protocol):
@@ -44,19 +43,19 @@ class Executor(Protocol):
     def reserve(self, n_tokens: int) -> None:
         """Make room for a sequence of `n_tokens`, at most `n_ctx`. Raises OutOfMemoryError with the sum."""
 
-    def forward(self, step: Step, poll: Poll | None = None) -> None:
+    def forward(self, step: Step, poll: "Poll | None" = None) -> None:
         """Run a step. The logits of its rows stay with the executor until the next one."""
 
     def logits(self) -> "npt.NDArray[np.float32]":
         """(rows of the last step, n_vocab), on the host."""
 
-    def score(self, step: Step, targets: Sequence[Sequence[int]], poll: Poll | None = None) -> list[list[float]]:
+    def score(self, step: Step, targets: Sequence[Sequence[int]], poll: "Poll | None" = None) -> list[list[float]]:
         """Run a step; for each of its rows, the log-probabilities of the row's target tokens."""
 
     def step_limit(self, n_past: int) -> int:
         """How many tokens one step behind `n_past` others may have, by the memory there is."""
 
-    def decode(self, sampler: Sampler, poll: Poll | None = None) -> Iterator[Sampled]:
+    def decode(self, sampler: Sampler, poll: "Poll | None" = None) -> Iterator[Sampled]:
         """Sample from the last row, yield, ask, feed back, for ever; never more than one token ahead of the caller."""
 
     def close(self) -> None: ...

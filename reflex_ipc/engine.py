@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from reflex_ipc.backends import Executor, Poll, Progress
+    from reflex_ipc.backends import Executor, Progress
     from reflex_ipc.chat import ChatTemplate
+    from reflex_ipc.errors import Poll
     from reflex_ipc.scoring import Scores, Scoring
     from reflex_ipc.trace import Trace
 

@@ -11,6 +11,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    Poll = Callable[[], str | None]
+    """Asked whether to go on, between tokens and inside whatever takes long: "cancelled" or "deadline" ends the work.
+    """
+
 
 class ReflexError(Exception):
     """The base of everything this package raises on purpose; itself an internal error."""
@@ -112,7 +116,7 @@ EXIT_BELOW_CONFIDENCE = 10
 ASK_EVERY_S = 0.01
 
 
-def go_on(poll: "Callable[[], str | None] | None") -> None:
+def go_on(poll: "Poll | None") -> None:
     """Ask `poll`, if there is one, whether to go on. Raises CancelledError or DeadlineError where it has a reason not
     to, "cancelled" or "deadline"."""
     reason = poll() if poll is not None else None
@@ -127,7 +131,7 @@ class Watch:
 
     __slots__ = ("_asked", "_poll")
 
-    def __init__(self, poll: "Callable[[], str | None] | None") -> None:
+    def __init__(self, poll: "Poll | None") -> None:
         self._poll = poll
         self._asked = monotonic()
 

@@ -11,8 +11,8 @@ from reflex_ipc.stamps import stamp
 from reflex_ipc.stops import StopStrings
 
 if TYPE_CHECKING:
-    from reflex_ipc.backends import Poll
     from reflex_ipc.engine import Engine
+    from reflex_ipc.errors import Poll
 
 PROMPT_ROWS = 64
 """Tokens of a prompt whose logits are on the host at once, where each one's log-probability is wanted."""

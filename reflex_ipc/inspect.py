@@ -79,9 +79,9 @@ def _on_device(gguf: GGUF, plan: Plan, n_ctx: int) -> dict[str, Any] | None:
     cache in pages, recurrent states twice."""
     from reflex_ipc.cuda import lower
     from reflex_ipc.cuda.buffers import Columns
-    from reflex_ipc.cuda.executor import Weights
     from reflex_ipc.cuda.fuse import fused
     from reflex_ipc.cuda.places import PAGE, CacheLayout
+    from reflex_ipc.cuda.weights import Weights
     from reflex_ipc.errors import UnsupportedModelError
 
     try:

@@ -17,9 +17,9 @@ from reflex_ipc.errors import ContextOverflowError, InvalidRequestError, go_on
 from reflex_ipc.plan import PARENT_NONE, PARENT_STATE, PREFILL_CHUNK, Step
 
 if TYPE_CHECKING:
+    from reflex_ipc.errors import Poll
     from reflex_ipc.tokenizer import Tokenizer
 
-Poll = Callable[[], str | None]
 
 MAX_CANDIDATES = 4096
 MAX_TREE = 32768
@@ -93,7 +93,7 @@ Texts = tuple[list[int], Sequence[str], list[list[int]]]
 
 
 def of_text(
-    tokenizer: "Tokenizer", prompt: str, candidates: Sequence[str], join: str, n_ctx: int, poll: Poll | None
+    tokenizer: "Tokenizer", prompt: str, candidates: Sequence[str], join: str, n_ctx: int, poll: "Poll | None"
 ) -> Texts:
     """Raises ContextOverflowError at the first text that `n_ctx` tokens of context cannot hold."""
     tokenizer.check_length(prompt, n_ctx)
@@ -108,7 +108,7 @@ def of_parts(
     candidates: Sequence[str],
     join: str,
     n_ctx: int,
-    poll: Poll | None,
+    poll: "Poll | None",
 ) -> Texts:
     """The same after a rendered chat, in which control tokens are recognised where a part says so."""
     tokenizer.check_length("".join(text for text, _ in parts), n_ctx)
@@ -302,15 +302,15 @@ class Executor(Protocol):
 
     @property
     def n_past(self) -> int: ...
-    def forward(self, step: Step, poll: Poll | None = None) -> None: ...
-    def score(self, step: Step, targets: Sequence[Sequence[int]], poll: Poll | None = None) -> list[list[float]]: ...
+    def forward(self, step: Step, poll: "Poll | None" = None) -> None: ...
+    def score(self, step: Step, targets: Sequence[Sequence[int]], poll: "Poll | None" = None) -> list[list[float]]: ...
     def step_limit(self, n_past: int) -> int: ...
 
 
 class Scoring:
     """Candidates about to be scored after a context of `prompt_tokens`."""
 
-    def __init__(self, executor: Executor, split: Split, options: Options, poll: Poll | None = None) -> None:
+    def __init__(self, executor: Executor, split: Split, options: Options, poll: "Poll | None" = None) -> None:
         tokens = [tail.tokens for tail in split.tails]
         n_tree = sum(len(each) - 1 for each in tokens)
         if n_tree > MAX_TREE and (n_tree := len(tree(tokens).tokens)) > MAX_TREE:

@@ -10,7 +10,7 @@ from argparse import Namespace
 from array import array
 from struct import Struct, pack
 
-from reflex_ipc.cuda import linear
+from reflex_ipc.cuda import linear, products
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.launch import Kernels
 from reflex_ipc.cuda.places import PAGE, Places
@@ -86,7 +86,9 @@ class Bench:
         self.kernels = Kernels(device)
         self.stream = device.stream()
         self.guards: list[int] = []
-        self.limits = linear.Limits(device.attribute(device.MULTIPROCESSORS), device.attribute(device.SHARED_PER_BLOCK))
+        self.limits = products.Limits(
+            device.attribute(device.MULTIPROCESSORS), device.attribute(device.SHARED_PER_BLOCK)
+        )
 
     def room(self, size: int) -> int:
         """A buffer of NaN."""
@@ -245,9 +247,9 @@ def _products(bench: Bench) -> "Iterator[Outcome]":
         for n in (1, 5, 80):
             x = _numbers(n * n_in, 11)
             out = bench.room(4 * n * n_out)
-            product = linear.Matrix(kind, at, n_out, out, n_out)
+            product = products.Matrix(kind, at, n_out, out, n_out)
             scratch = bench.room(max(linear.scratch_bytes(n, n_in, [product]), 4))
-            entry = linear.Input(bench.floats(x), n, n_in, n_in)
+            entry = products.Input(bench.floats(x), n, n_in, n_in)
             for call in linear.linear(bench.limits, entry, [product], scratch):
                 bench.run(call.kernel, call.grid, call.block[0], *call.arguments, shared=call.shared)
             wanted = [sum(a * b for a, b in zip(row, w, strict=True)) for row in _rows(x, n_in) for w in matrix]

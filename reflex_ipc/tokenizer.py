@@ -8,7 +8,7 @@ Nothing here needs NumPy or a regular expression library, and ASCII text needs n
 import codecs
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from reflex_ipc import bpe
 from reflex_ipc.errors import (
@@ -20,6 +20,10 @@ from reflex_ipc.errors import (
 )
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.pretokenize import PRE_TOKENIZERS, Splitter, nfc
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from reflex_ipc.errors import Poll
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # tokenizer.ggml.token_type; 0 is undefined
 
@@ -40,7 +44,6 @@ _END_KEYS = {  # what ends an answer by its key, or else by these texts
 }
 
 _Specials = Sequence[tuple[str, int]]
-_Poll = Callable[[], str | None]
 
 
 class Tokenizer:
@@ -103,7 +106,7 @@ class Tokenizer:
         self._splitter = Splitter(self._rules.rules)
         self._pairs = bpe.BytePairs(self._path, self._tokens, merges, self._rules.ignore_merges)
 
-    def encode(self, text: str, special: bool = True, bos: bool | None = None, poll: _Poll | None = None) -> list[int]:
+    def encode(self, text: str, special: bool = True, bos: bool | None = None, poll: "Poll | None" = None) -> list[int]:
         """The ids of a text.
 
         `special`: control tokens in the text become their ids; without it only user-defined ones do. `bos`: None puts
@@ -127,7 +130,7 @@ class Tokenizer:
                 f"the prompt has {len(text):,} characters, more than the {n_tokens} tokens of the context can spell"
             )
 
-    def encode_parts(self, parts: Iterable[tuple[str, bool]], poll: _Poll | None = None) -> list[int]:
+    def encode_parts(self, parts: Iterable[tuple[str, bool]], poll: "Poll | None" = None) -> list[int]:
         """The ids of the texts, joined; no BOS is put in front.
 
         Control and user-defined tokens are recognised inside the parts that say True, and never across a border.

@@ -90,7 +90,8 @@ def test_the_manifest_says_what_is_there(built: Path):
     assert manifest["nvcc"] == "13.0.88"
     assert manifest["sources"]["smoke.cu"] == build._sha256(ROOT / "kernels" / "smoke.cu")
     assert {*manifest["sources"]} == {
-        "smoke.cu", "native/early.c", "native/strings.c", "native/upload.c", "native/upload.h"
+        "smoke.cu", "native/early.c", "native/order.c", "native/order.h", "native/strings.c", "native/upload.c",
+        "native/upload.h"
     }  # fmt: skip
     on_disk = {str(p.relative_to(built)) for p in built.rglob("*") if p.is_file()} - {"manifest.json"}
     assert {*manifest["files"]} == on_disk

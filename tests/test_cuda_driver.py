@@ -180,15 +180,11 @@ def everything(fake: Fake, lib: Path) -> None:
             (1, 1, 1), (1, 1, 1), [1, 1, arena.address, arena.address], stream, shared=60000
         )
         scale.function.attribute(0)
-        scale.function.blocks_per_multiprocessor(128)
         scale()
         with stream.capture() as capture:
             scale()
-            node = capture.node()
         ready = capture.graph.instantiate()
         ready.launch(stream)
-        ready.set_launch(node, scale)
-        ready.update(capture.graph)
         stream.synchronize()
         device.synchronize()
 

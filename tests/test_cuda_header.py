@@ -17,7 +17,7 @@ LETTERS = {
     "u": ("unsigned int", "unsigned char"),
     "i": ("int", "CUdevice", "CUresult", "CUdevice_attribute", "CUfunction_attribute", "CUstreamCaptureMode",
           "CUmemAllocationGranularity_flags"),
-    "p": ("CUcontext", "CUstream", "CUevent", "CUmodule", "CUfunction", "CUgraph", "CUgraphExec", "CUgraphNode"),
+    "p": ("CUcontext", "CUstream", "CUevent", "CUmodule", "CUfunction", "CUgraph", "CUgraphExec"),
 }  # fmt: skip
 """The letters of driver.PROTOTYPES by the header's types."""
 
@@ -25,12 +25,9 @@ STRUCTURES = {
     "CUlaunchConfig": (driver.LaunchConfig, "grid_x gridDimX block_z blockDimZ shared sharedMemBytes stream hStream "
                        "attributes attrs attribute_count numAttrs"),
     "CUlaunchAttribute": (driver.LaunchAttribute, "id id value value"),
-    "CUDA_KERNEL_NODE_PARAMS": (driver.KernelNodeParams, "function func grid gridDimX block blockDimX "
-                                "shared sharedMemBytes parameters kernelParams extra extra kernel kern context ctx"),
     "CUmemAllocationProp": (driver.AllocationProperties, "type type location_type location "
                             "windows win32HandleMetaData"),
     "CUmemAccessDesc": (driver.AccessDescription, "location_type location access flags"),
-    "CUgraphExecUpdateResultInfo": (driver.GraphUpdateResult, "result result node errorNode from_node errorFromNode"),
 }  # fmt: skip
 """Ours, and pairs of our field and the header's at the same offset."""
 

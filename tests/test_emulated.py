@@ -1,6 +1,7 @@
 """Every family's logits and answers on the emulated device: all kernels but products of one row, run on the host."""
 
 from functools import partial
+from math import prod
 from pathlib import Path
 
 import emulator
@@ -13,11 +14,11 @@ from gguf_bytes import read_plainly
 from reflex_ipc import archs
 from reflex_ipc.check import compare
 from reflex_ipc.cuda import executor as cuda
-from reflex_ipc.cuda import families, launch, linear
+from reflex_ipc.cuda import experts, families, launch, linear
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.fuse import Group
 from reflex_ipc.errors import ReflexError
-from reflex_ipc.gguf import GGUF
+from reflex_ipc.gguf import GGUF, TYPES
 from reflex_ipc.ops import Route
 from reflex_ipc.plan import PARENT_NONE, PARENT_STATE, Step
 from reflex_ipc.reference.executor import ReferenceExecutor
@@ -45,7 +46,7 @@ def emulated(tmp_path_factory) -> tuple[str, str]:
 def opened(emulated, monkeypatch, fixtures: Path):
     path, lib = emulated
     monkeypatch.setattr(linear, "linear", emulator.naive_linear)
-    monkeypatch.setattr(linear, "expert_linear", emulator.naive_experts)
+    monkeypatch.setattr(experts, "expert_linear", emulator.naive_experts)
     monkeypatch.setattr(cuda, "Kernels", partial(launch.Kernels, lib=lib))
     executors = []
 
@@ -82,6 +83,37 @@ def test_logits(opened, name: str, fuse: bool) -> None:
             rows.append(executor.logits())
             start += size
         assert relative_error(np.concatenate(rows), reference["logits"]) <= BOUND
+
+
+def joined(source: Path, out: Path) -> Path:
+    """The same file with every expert's gate and up in one tensor, `ffn_gate_up_exps`: first gate's rows, then up's."""
+    raw = source.read_bytes()
+    metadata, tensors = read_plainly(raw)
+    made = {}
+    for name, (number, ne, at) in tensors.items():
+        assert (TYPES[number].name, TYPES[number].block) in (("F16", 1), ("F32", 1))
+        made[name] = number, ne, raw[at : at + prod(ne) * TYPES[number].size]
+    for name in [name for name in made if name.endswith("ffn_gate_exps.weight")]:
+        (number, ne, gate), (_, _, up) = (made.pop(part) for part in (name, name.replace("gate", "up")))
+        both = [np.frombuffer(part, np.uint8).reshape(ne[2], -1) for part in (gate, up)]
+        content = np.concatenate(both, axis=1).tobytes()
+        made[name.replace("gate", "gate_up")] = number, [ne[0], 2 * ne[1], ne[2]], content
+    return legacy_file.put_together(metadata, made, out)
+
+
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "alone"])
+def test_gate_and_up_in_one_tensor(opened, fixtures: Path, tmp_path: Path, fuse: bool) -> None:
+    file = joined(fixtures / "exact/qwen35moe-f16.gguf", tmp_path / "joined.gguf")
+    executor, _, reference = opened("qwen35moe", file=file, fuse=fuse)
+    apart, _, _ = opened("qwen35moe", fuse=fuse)
+    assert any("ffn_gate_up_exps" in name for name in executor.plan.weights)
+    assert sum(group.kind == "experts" for group in executor._lowering.groups) == (executor.plan.n_layer if fuse else 0)
+    ids = reference["ids"].tolist()
+    for step in (Step.text(ids[:9], 0, range(9)), Step.text(ids[9:10], 9, [0])):
+        for each in (executor, apart):
+            each.reserve(16)
+            each.forward(step)
+        assert executor.logits().tobytes() == apart.logits().tobytes()
 
 
 @pytest.mark.parametrize("name", ["large/qwen3", "large/llama"])
@@ -151,7 +183,7 @@ def test_legacy_files_on_the_references_inputs(
     """Latent attention is what it is of the absorbed file, to a few roundings of float32: where products are exact, and
     where a prompt's heads are grouped like experts."""
     if half:
-        monkeypatch.setattr(linear, "expert_linear", emulator.half_experts)
+        monkeypatch.setattr(experts, "expert_linear", emulator.half_experts)
     file = legacy_file.write(fixtures / f"exact/{name}-f16.gguf", tmp_path / "legacy.gguf")
     (legacy, gguf, _), (absorbed, _, _) = opened(name, file=file), opened(name)
     weights, states = Weights(gguf, legacy.plan, 2), States(legacy.plan.states)
@@ -223,7 +255,7 @@ def test_a_broken_file_of_experts_ends_in_an_error(opened, fixtures: Path, tmp_p
 def test_routers_are_not_tipped(opened, monkeypatch, name: str) -> None:
     """Products as tensor cores compute them: within the bound with what feeds a router exact, and not without."""
     monkeypatch.setattr(linear, "linear", emulator.half_linear)
-    monkeypatch.setattr(linear, "expert_linear", emulator.half_experts)
+    monkeypatch.setattr(experts, "expert_linear", emulator.half_experts)
     errors = []
     for before_routers in (families.before_routers, lambda plan: frozenset()):
         monkeypatch.setattr(families, "before_routers", before_routers)

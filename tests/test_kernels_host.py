@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kernels.codebooks_header import header
-from reflex_ipc.cuda import linear
+from reflex_ipc.cuda import formats
 from reflex_ipc.reference.dequant import dequantise
 
 ROOT = Path(__file__).parent.parent
-QUANTISED = [name for name in linear.FORMATS if name not in linear.FLOATS]
+QUANTISED = [name for name in formats.FORMATS if name not in formats.FLOATS]
 # The package cannot dequantise these two; the reference's own reading of their three lines of layout stands in.
 NO_ORACLE = {"Q1_0", "Q2_0"}
 
@@ -86,7 +86,7 @@ def test_facts(host, name):
     kind = getattr(gguf.GGMLQuantizationType, name, None)
     if kind is not None:
         assert (facts.elements, facts.bytes) == gguf.GGML_QUANT_SIZES[kind]
-    known = linear.FORMATS[name]
+    known = formats.FORMATS[name]
     assert (known.piece, known.block, known.block_bytes, known.rows) == (
         facts.piece,
         facts.elements,

@@ -6,8 +6,9 @@ from struct import unpack_from
 
 import pytest
 
-from reflex_ipc.cuda import linear
-from reflex_ipc.cuda.linear import Experts, Input, Limits, Matrix
+from reflex_ipc.cuda import formats, linear
+from reflex_ipc.cuda.experts import expert_linear, expert_scratch_bytes
+from reflex_ipc.cuda.products import Experts, Input, Limits, Matrix
 from reflex_ipc.errors import UnsupportedModelError
 
 KERNELS = Path(__file__).parent.parent / "kernels"
@@ -25,10 +26,10 @@ def defined():
         names.update(re.findall(r"REFLEX_MATVEC\((\w+),", text))
         names.update(f"grouped_{kind}" for kind in re.findall(r"REFLEX_FORMAT\((\w+),", text))
         for kind in re.findall(r"REFLEX_(?:DENSE_)?FORMAT\((\w+),", text):
-            widths = [width for width in linear.WIDTHS if width not in linear.MORE_WIDTHS]
+            widths = [width for width in formats.WIDTHS if width not in formats.MORE_WIDTHS]
             names.update([f"matvec_{kind}", f"widen_{kind}", *(f"mma_{kind}_{width}" for width in widths)])
         for kind in re.findall(r"REFLEX_MORE_WIDTHS\((\w+),", text):
-            names.update(f"mma_{kind}_{width}" for width in linear.MORE_WIDTHS)
+            names.update(f"mma_{kind}_{width}" for width in formats.MORE_WIDTHS)
     return names
 
 
@@ -37,7 +38,7 @@ def matrix(kind, n_out=300, out=1 << 30):
 
 
 @pytest.mark.parametrize("limits", [LARGE, SMALL])
-@pytest.mark.parametrize("kind", linear.FORMATS)
+@pytest.mark.parametrize("kind", formats.FORMATS)
 def test_kernels_exist(kind, limits):
     known = defined()
     for n in ROWS:
@@ -49,7 +50,7 @@ def test_kernels_exist(kind, limits):
                 assert all(0 < side < 1 << 16 or i == 0 for i, side in enumerate(call.grid))
 
 
-@pytest.mark.parametrize("pair", linear.PAIRS)
+@pytest.mark.parametrize("pair", formats.PAIRS)
 def test_pairs_share_a_launch(pair):
     x = Input(1 << 10, 1, 1024, 1024)
     for kinds in (pair, pair[::-1], (pair[0], pair[0], pair[1])):
@@ -84,10 +85,10 @@ def test_scratch_holds_everything(kind, swiglu):
                 elif call.kernel == "prepare_float_rows":
                     _, _, out, _, m, columns, *_ = unpack_from("<4Q6if4x", data)
                     used += [(out, 4 * m * columns)]
-                elif call.kernel.startswith("mma_") and int(call.kernel.split("_")[-1]) > linear.ALONE:
+                elif call.kernel.startswith("mma_") and int(call.kernel.split("_")[-1]) > formats.ALONE:
                     _, _, sums, m, _, _, _, _, parts, part_stages, stages, n_sum = unpack_from("<3Q9i", data)
                     assert call.grid[2] == parts and (parts > 1) == bool(sums) and 2 <= stages <= 4
-                    columns = linear.FORMATS[kind].few_columns
+                    columns = formats.FORMATS[kind].few_columns
                     assert (parts - 1) * part_stages * columns < width <= parts * part_stages * columns
                     used += [(sums, 4 * parts * m * n_sum)] if sums else []
                 elif call.kernel.startswith("widen"):
@@ -119,7 +120,7 @@ def test_every_row_is_computed_once():
 
 def test_experts_get_a_grid_row_each():
     x = Input(1 << 10, 3, 512, 512)
-    (call,) = linear.expert_linear(LARGE, x, matrix("Q4_K"), Experts(1 << 13, 16, 8, 1 << 16, 128), per_expert=False)
+    (call,) = expert_linear(LARGE, x, [matrix("Q4_K")], Experts(1 << 13, 16, 8, 1 << 16, 128), per_expert=False)
     assert call.kernel == "matvec_q4_k" and call.grid[1] == 24
 
 
@@ -127,30 +128,30 @@ def test_experts_get_a_grid_row_each():
 def test_experts_of_many_tokens_share_weights(per_expert):
     """One launch for all experts, whatever the router says; scratch holds it all, fewer tokens too."""
     experts = Experts(1 << 13, 16, 8, 1 << 16, 128)
-    size = linear.expert_scratch_bytes(512, 768, "Q4_K", experts, per_expert=per_expert)
+    size = expert_scratch_bytes(512, 768, "Q4_K", experts, per_expert=per_expert)
     for n in (32, 100, 512):
         x = Input(1 << 10, n, 768, 768 * (8 if per_expert else 1))
-        calls = linear.expert_linear(LARGE, x, matrix("Q4_K"), experts, SCRATCH, per_expert=per_expert)
+        calls = expert_linear(LARGE, x, [matrix("Q4_K")], experts, SCRATCH, per_expert=per_expert)
         assert [call.kernel for call in calls] == ["group_experts", "prepare_rows", "grouped_q4_k"]
         assert all(call.kernel in defined() or call.kernel == "group_experts" for call in calls)
-        expert, slots, _, _, _, n_slots, _, width, n_tiles = unpack_from("<3Q6i", calls[0].arguments[0])
+        tiles, slots, _, _, _, n_slots, _, width, n_tiles = unpack_from("<3Q6i", calls[0].arguments[0])
         _, _, halves, scale, rows, _, stride, padded, *_ = unpack_from("<4Q6ifi", calls[1].arguments[0])
-        assert (n_slots, width, calls[2].grid[1]) == (8 * n, 32, n_tiles)
+        assert (n_slots, width, calls[2].grid[1]) == (8 * n, 64, n_tiles)
         assert (rows, stride) == ((8 * n, 768) if per_expert else (n, 768))
-        assert n_tiles >= min(n_slots, 127 + -(-(n_slots - 127) // 32)), "the most uneven choice fits"
-        used = [(expert, 4 * n_tiles), (slots, 4 * width * n_tiles), (halves, 4 * rows * padded), (scale, 4 * rows)]
+        assert n_tiles >= min(n_slots, 127 + -(-(n_slots - 127) // 64)), "the most uneven choice fits"
+        used = [(tiles, 16 * n_tiles), (slots, 4 * n_slots), (halves, 4 * rows * padded), (scale, 4 * rows)]
         for start, length in used:
             assert start >= SCRATCH and start + length <= SCRATCH + size
             assert all(start == s or start + length <= s or s + m <= start for s, m in used)
-    few = linear.expert_linear(LARGE, x._replace(n=31), matrix("Q4_K"), experts, SCRATCH, per_expert=per_expert)
+    few = expert_linear(LARGE, x._replace(n=31), [matrix("Q4_K")], experts, SCRATCH, per_expert=per_expert)
     assert [call.kernel for call in few] == ["matvec_q4_k"]
 
 
-@pytest.mark.parametrize("kind", linear.FORMATS)
+@pytest.mark.parametrize("kind", formats.FORMATS)
 def test_every_type_of_experts_has_kernels(kind):
     experts = Experts(1 << 13, 16, 8, 1 << 16, 128)
     x = Input(1 << 10, 100, 768, 768)
-    *_, call = linear.expert_linear(LARGE, x, matrix(kind), experts, SCRATCH, per_expert=False)
+    *_, call = expert_linear(LARGE, x, [matrix(kind)], experts, SCRATCH, per_expert=False)
     assert call.kernel in defined()
 
 

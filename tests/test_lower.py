@@ -3,6 +3,7 @@
 The driver is the fake one, which checks handles, parameter sizes, the bounds of every copy, and what is given back.
 """
 
+import json
 import subprocess
 import sys
 from itertools import pairwise
@@ -15,8 +16,10 @@ from reflex_ipc import archs
 from reflex_ipc.cuda import launch, lower
 from reflex_ipc.cuda.buffers import Columns
 from reflex_ipc.cuda.device import start_driver
-from reflex_ipc.cuda.executor import CudaExecutor, Weights, _mask
+from reflex_ipc.cuda.executor import CudaExecutor
 from reflex_ipc.cuda.fuse import alone, fused
+from reflex_ipc.cuda.scoring import mask_of
+from reflex_ipc.cuda.weights import Weights
 from reflex_ipc.errors import CancelledError, OutOfMemoryError, ReflexError, UnsupportedModelError
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.ops import inputs
@@ -102,7 +105,7 @@ def test_weights_lie_as_in_the_file(fixtures: Path, name: str) -> None:
 
 def test_a_tree_becomes_bits() -> None:
     step = Step([0] * 5, [0] * 5, [-1, 0, 0, PARENT_NONE, 3], [], 1)
-    words = memoryview(_mask(step)).cast("I").tolist()
+    words = memoryview(mask_of(step)).cast("I").tolist()
     assert words == [1, 0b1, 1, 0b11, 1, 0b101, 0, 0b1000, 0, 0b11000]
 
 
@@ -251,7 +254,7 @@ def test_every_driver_call_failing_in_turn_is_a_typed_error(fake: Fake, kernels,
 
 
 @needs_kernels
-def test_the_cuda_path_needs_no_numpy(fake: Fake, fixtures: Path) -> None:
+def test_the_cuda_path_imports_what_it_needs(fake: Fake, fixtures: Path) -> None:
     program = """
 import sys
 from reflex_ipc import archs
@@ -265,7 +268,9 @@ executor = CudaExecutor(gguf, archs.build(gguf), 64, opening=opening)
 executor.reserve(16)
 executor.forward(Step.text(range(16), 0, [15]))
 executor.close()
-print(sorted({"numpy", "gguf", "jinja2", "cupy", "orjson", "json", "dataclasses", "argparse"} & set(sys.modules)))
+heavy = {"numpy", "gguf", "jinja2", "cupy", "orjson", "json", "dataclasses", "argparse"}
+later = {f"reflex_ipc.cuda.{name}" for name in ("few", "gemm", "experts", "scoring", "tracing")}
+print(sorted((heavy | later) & set(sys.modules)))
 """
     path = fixtures / "exact" / "qwen3-f16.gguf"
     done = subprocess.run(
@@ -276,3 +281,33 @@ print(sorted({"numpy", "gguf", "jinja2", "cupy", "orjson", "json", "dataclasses"
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+@needs_kernels
+def test_the_benchmark_of_experts_runs(fake: Fake, tmp_path: Path) -> None:
+    """bench/experts.py, as far as a device that computes nothing can show it."""
+    script = Path(__file__).parent.parent / "bench" / "experts.py"
+    arguments = [
+        "--shapes",
+        "qwen3-30b-a3b",
+        "--layers",
+        "1",
+        "--rounds",
+        "1",
+        "--counts",
+        "1",
+        "64",
+        "--sweep",
+        "--library",
+    ]
+    done = subprocess.run(
+        [sys.executable, script, tmp_path, *arguments, fake.path],
+        env={"FAKECUDA_KERNELS": str(KERNELS), "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    saved = json.loads((tmp_path / "experts.json").read_text())
+    assert [(row["down"], row["n"]) for row in saved["rows"]] == [(k, n) for k in ("Q4_K", "Q6_K") for n in (1, 64)]
+    assert {(row["n"], row["what"]) for row in saved["shapes"]} == {(64, "gate, up"), (64, "down")}

@@ -16,7 +16,8 @@ from fakecuda import Fake, fail_each_call
 from reflex_ipc import archs, stamps, svg, waterfall
 from reflex_ipc.cuda import launch
 from reflex_ipc.cuda.device import start_driver
-from reflex_ipc.cuda.executor import CudaExecutor, Weights
+from reflex_ipc.cuda.executor import CudaExecutor
+from reflex_ipc.cuda.weights import Weights
 from reflex_ipc.engine import Engine
 from reflex_ipc.errors import InputOutputError, InvalidRequestError
 from reflex_ipc.gguf import GGUF

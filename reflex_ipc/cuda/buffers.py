@@ -1,17 +1,35 @@
-"""Where values lie while a step runs: a value's room is given to others once nothing reads it any more.
+"""Memory on a device for what is not a weight: where values lie while a step runs, and what there is beside them.
 
-Rooms are counted in columns, so that they hold for any number of rows: a value of width w with n rows takes w * n
-numbers from its column times the rows there is room for.
+A value's room is given to others once nothing reads it any more. Rooms are counted in columns, so that they hold for
+any number of rows: a value of width w with n rows takes w * n numbers from its column times the rows there is room for.
 """
+
+import math
+from struct import Struct
+
+from reflex_ipc.cuda import families, lower
+from reflex_ipc.cuda.driver import gib
+from reflex_ipc.cuda.memory import aligned
+from reflex_ipc.cuda.places import PAGE, CacheLayout
+from reflex_ipc.cuda.sampling import CONTROL
+from reflex_ipc.errors import OutOfMemoryError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from reflex_ipc.cuda.device import Device, Stream
     from reflex_ipc.cuda.fuse import Group
+    from reflex_ipc.cuda.lower import Lowering
+    from reflex_ipc.cuda.memory import Memory
+    from reflex_ipc.plan import Plan
 
 STEP = 64
 """Columns begin at multiples of this, so that every value is aligned to 256 bytes whatever the rows."""
+SLACK = 1 << 14
+"""Positions beyond the context that have addresses: the branches of a tree lie there while they are computed."""
+LEAST_TOKENS = 64
+"""Rows there is room for at least; more when a step has more."""
 
 
 class Columns:
@@ -41,3 +59,136 @@ class Columns:
                     self.width = max(self.width, at + columns)
             for rooms in alive.values():
                 rooms[:] = [room for room in rooms if last_read.get(room[2], i) > i]
+
+
+class Buffers:
+    """An executor's memory, at the addresses of the lowering's `places`: a cache of up to n_ctx tokens (`layout`), what
+    no step changes the size of, and what grows with steps. `forget` is called before an address becomes another that
+    launches may know."""
+
+    def __init__(
+        self,
+        device: "Device",
+        stream: "Stream",
+        plan: "Plan",
+        layout: CacheLayout,
+        columns: Columns,
+        lowering: "Lowering",
+        n_ctx: int,
+        forget: "Callable[[], None]",
+    ) -> None:
+        self._device = device
+        self._stream = stream
+        self._plan = plan
+        self._layout = layout
+        self._columns = columns
+        self._lowering = lowering
+        self._forget = forget
+        self.places = lowering.places
+        self._cache = device.growing(layout.pages(n_ctx + SLACK) * layout.page_bytes, "keys and values")
+        self.places.cache = self._cache.address
+        self._backed = 0
+        self._values: Memory | None = None
+        self._inputs: Memory | None = None
+        self._tree: Memory | None = None
+        self._branches: Memory | None = None
+        self._scored: Memory | None = None
+        self._make_fixed()
+        self.hold(LEAST_TOKENS, 1)
+
+    def _make_fixed(self) -> None:
+        """What no step changes the size of: rotary frequencies, room for partial results, counters."""
+        p, device = self.places, self._device
+        tables = lower.tables_of(self._plan)
+        doubles = {key: rope.frequencies() for key, rope in tables.items()}
+        frequencies = b"".join(Struct(f"<{len(f)}d").pack(*f) for f in doubles.values())
+        heads = families.most_heads(self._plan)
+        counted = Struct(f"<{heads}f").pack(*range(heads))
+        states = {s.name: 4 * math.prod(s.shape) for s in self._plan.states if not s.per_token}
+        partial, tickets = aligned(self._lowering.partial_bytes()), self._lowering.ticket_bytes() + 4
+        sizes = [partial, tickets, len(frequencies), len(counted), *(2 * aligned(size) for size in states.values())]
+        arena = device.arena(sum(map(aligned, sizes)), "partial results and recurrent states")
+        p.partial = arena.take(partial, "partial results")
+        p.tickets = arena.take(tickets, "counters")
+        p.zero = p.tickets + tickets - 4
+        self._stream.fill(p.tickets, 0, tickets)
+        p.heads = arena.take(len(counted), "numbers of heads")
+        if counted:
+            self._stream.to_device(p.heads, counted)
+        for name, size in states.items():
+            p.states[name] = arena.take(2 * aligned(size), name), aligned(size)
+        at = arena.take(len(frequencies), "rotary frequencies")
+        if frequencies:
+            self._stream.to_device(at, frequencies)
+        for key, numbers in doubles.items():
+            p.frequencies[key] = at
+            at += 8 * len(numbers)
+
+    def hold(self, n_tokens: int, n_rows: int) -> None:
+        """Buffers for a step of so many tokens and rows. What was there is lost, launches and graphs too."""
+        p = self.places
+        if n_tokens <= p.token_capacity and n_rows <= p.row_capacity:
+            return
+        self._forget()
+        p.token_capacity = max(p.token_capacity, aligned(n_tokens, 64))
+        p.row_capacity = max(p.row_capacity, n_rows)
+        for memory in (self._values, self._inputs):
+            if memory is not None:
+                memory.close()
+        tables = {key: 4 * rope.n_rot * p.token_capacity for key, rope in lower.tables_of(self._plan).items()}
+        values = 4 * self._columns.width * p.token_capacity
+        selected = 4 * self._columns.selected_width * p.row_capacity
+        p.scratch_size = max(
+            self._lowering.linear_scratch(p.token_capacity, p.row_capacity),
+            self._lowering.finished_bytes(p.token_capacity),
+            families.scratch_bytes(self._plan, p.token_capacity),
+        )
+        sizes = [values, selected, p.scratch_size, *tables.values()]
+        self._values = arena = self._device.arena(sum(map(aligned, sizes)), "working space")
+        p.values = arena.take(values, "activations")
+        p.selected = arena.take(selected, "logits")
+        p.scratch = arena.take(p.scratch_size, "products")
+        for key, size in tables.items():
+            p.tables[key] = arena.take(size, "rotary tables")
+        words = CONTROL.size + 4 * (2 * p.token_capacity + p.row_capacity)
+        self._inputs = inputs = self._device.allocate(words, "a step's inputs")
+        p.control = inputs.address
+        p.tokens = p.control + CONTROL.size
+        p.positions = p.tokens + 4 * p.token_capacity
+        p.rows = p.positions + 4 * p.token_capacity
+
+    def back(self, n_tokens: int) -> None:
+        """Put memory behind the cache's first `n_tokens` positions."""
+        if n_tokens <= self._backed:
+            return
+        size = self._layout.pages(n_tokens) * self._layout.page_bytes
+        try:
+            self._cache.ensure(0, size)
+        except OutOfMemoryError as error:
+            free, _ = self._device.memory()
+            raise OutOfMemoryError(
+                f"a cache for {n_tokens} tokens takes {gib(size)} of device memory, {gib(self._cache.backed)} of it "
+                f"are there; {gib(free)} are free: {error}"
+            ) from None
+        self._backed = self._layout.pages(n_tokens) * PAGE
+
+    def hold_tree(self, n_tokens: int, size: int) -> None:
+        """Room for a tree of so many tokens, whose parents and mask take `size` bytes."""
+        p = self.places
+        self._tree = self._room(self._tree, size, "a tree's ancestors")
+        self._branches = self._room(self._branches, families.branch_bytes(self._plan, n_tokens), "a tree's states")
+        p.parents, p.branches = self._tree.address, self._branches.address
+
+    def hold_scores(self, size: int) -> int:
+        """The address of room for log-probabilities."""
+        self._scored = self._room(self._scored, size, "log-probabilities")
+        return self._scored.address
+
+    def _room(self, memory: "Memory | None", size: int, what: str) -> "Memory":
+        """Memory of at least this size: the one there is, or another, which makes launches that know it worthless."""
+        if memory is not None and memory.size >= size:
+            return memory
+        if memory is not None:
+            memory.close()
+        self._forget()
+        return self._device.allocate(max(size, 1 << 16), what)

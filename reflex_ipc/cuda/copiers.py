@@ -23,7 +23,7 @@ Chunk = tuple[int, int, int, int, int, int]
 Experts = tuple[int, tuple[int, int, int, int], int]
 """A tensor of experts: its group, (fd, offset, size, place), how many experts it has."""
 
-_READ_ERROR, _FILE_ENDED, _DRIVER_ERROR = 1, 2, 3  # enum failure of upload.c
+_READ_ERROR, _FILE_ENDED, _DRIVER_ERROR = 1, 2, 3  # enum failure of order.h
 _READY, _NOT_YET, _FAILED = 0, 1, 2  # enum answer
 _CHUNK = struct.Struct("<iIIIQQQ")  # struct chunk of upload.h
 
@@ -77,7 +77,7 @@ class Copier:
 
 
 class NativeCopier(Copier):
-    """Reader threads in C: see kernels/native/upload.c."""
+    """Reader threads in C: see kernels/native/upload.c and order.c."""
 
     knows_experts = True
 

@@ -52,21 +52,6 @@ class LaunchAttribute(ctypes.Structure):
     )
 
 
-class KernelNodeParams(ctypes.Structure):
-    """CUDA_KERNEL_NODE_PARAMS_v2: a launch inside a graph."""
-
-    _fields_ = (
-        ("function", ctypes.c_void_p),
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared", ctypes.c_uint),
-        ("parameters", ctypes.c_void_p),
-        ("extra", ctypes.c_void_p),
-        ("kernel", ctypes.c_void_p),
-        ("context", ctypes.c_void_p),
-    )
-
-
 class AllocationProperties(ctypes.Structure):
     """CUmemAllocationProp: physical memory of one device, not shared with other processes."""
 
@@ -87,16 +72,6 @@ class AccessDescription(ctypes.Structure):
         ("location_type", ctypes.c_int),
         ("location_id", ctypes.c_int),
         ("access", ctypes.c_int),
-    )
-
-
-class GraphUpdateResult(ctypes.Structure):
-    """CUgraphExecUpdateResultInfo: why a graph could not take another's parameters."""
-
-    _fields_ = (
-        ("result", ctypes.c_int),
-        ("node", ctypes.c_void_p),
-        ("from_node", ctypes.c_void_p),
     )
 
 
@@ -151,7 +126,6 @@ PROTOTYPES = {
     "cuStreamWaitEvent": "ppu",
     "cuStreamBeginCapture_v2": "pi",
     "cuStreamEndCapture": "pp",
-    "cuStreamGetCaptureInfo_v3": "ppppppp",
     "cuEventCreate": "pu",
     "cuEventDestroy_v2": "p",
     "cuEventRecord": "pp",
@@ -164,14 +138,11 @@ PROTOTYPES = {
     "cuFuncGetParamInfo": "pzpp",
     "cuFuncGetAttribute": "pip",
     "cuFuncSetAttribute": "pii",
-    "cuOccupancyMaxActiveBlocksPerMultiprocessor": "ppiz",
     "cuLaunchKernelEx": "pppp",
     "cuGraphInstantiateWithFlags": "ppd",
     "cuGraphLaunch": "pp",
     "cuGraphDestroy": "p",
     "cuGraphExecDestroy": "p",
-    "cuGraphExecUpdate_v2": "ppp",
-    "cuGraphExecKernelNodeSetParams_v2": "ppp",
 }
 
 INVALID_VALUE = 1

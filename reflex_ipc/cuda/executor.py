@@ -4,27 +4,25 @@ Making one starts the upload and returns; the first step's launches wait for the
 is out before anything that only later ones need is made.
 """
 
-import math
 import time
 from itertools import pairwise
 from struct import Struct
 
-from reflex_ipc.cuda import families, lower
-from reflex_ipc.cuda.buffers import Columns
+from reflex_ipc.cuda import lower
+from reflex_ipc.cuda.buffers import LEAST_TOKENS, Buffers, Columns
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.driver import gib
 from reflex_ipc.cuda.fuse import alone, fused
 from reflex_ipc.cuda.launch import Kernels
-from reflex_ipc.cuda.linear import FEW
 from reflex_ipc.cuda.lower import Lowering
-from reflex_ipc.cuda.memory import ALIGNMENT, aligned
 from reflex_ipc.cuda.places import PAGE, CacheLayout, Places, Shape
 from reflex_ipc.cuda.routed import RoutedFirst
 from reflex_ipc.cuda.sampling import CONTROL, Sampling
 from reflex_ipc.cuda.upload import Upload
+from reflex_ipc.cuda.weights import Weights
 from reflex_ipc.errors import CancelledError, DeadlineError, OutOfMemoryError, ReflexError, go_on
 from reflex_ipc.ops import ExpertLinear, scope
-from reflex_ipc.plan import LARGEST_STEP, PARENT_NONE, Step
+from reflex_ipc.plan import LARGEST_STEP, Step
 from reflex_ipc.stamps import stamp
 
 TYPE_CHECKING = False
@@ -35,72 +33,24 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from reflex_ipc.cuda.copiers import Experts
     from reflex_ipc.cuda.device import Device, Opening
     from reflex_ipc.cuda.fuse import Group
     from reflex_ipc.cuda.graph import GraphExec
     from reflex_ipc.cuda.launch import Launch
     from reflex_ipc.cuda.memory import Memory
     from reflex_ipc.cuda.tracing import Tracing
+    from reflex_ipc.errors import Poll
     from reflex_ipc.gguf import GGUF
     from reflex_ipc.plan import Plan
     from reflex_ipc.sampler import Sampled, Sampler
     from reflex_ipc.trace import Trace
 
     Progress = Callable[[str, int, int], None]
-    Poll = Callable[[], str | None]
 
-SLACK = 1 << 14
-"""Positions beyond the context that have addresses: the branches of a tree lie there while they are computed."""
-LEAST_TOKENS = 64
-"""Rows there is room for at least; more when a step has more."""
 REPORT_EVERY = 0.05  # seconds
 SCORE_THREADS = 512
 SHAPES = 16
 """Shapes of steps whose launches are kept."""
-ROUNDED = 8
-"""Tokens of a short step that is scored, and rows of it, come in multiples of this."""
-
-
-class Weights:
-    """Where each tensor lies: in a copy of the file from its first byte on, or of each shard behind the other. What no
-    tensor of the plan needs at the beginning and the end is left out: bytes `start` to `stop` are what there is.
-
-    A group is a layer; with `apart`, first all layers without their experts, then the experts of each."""
-
-    def __init__(self, gguf: "GGUF", plan: "Plan", apart: bool = False) -> None:
-        self.experts: list[Experts] = []
-        self.sizes: list[int] = []  # bytes of each group
-        self.place: dict[str, int] = {}
-        self.group: dict[str, int] = {}
-        self.groups: list[tuple[int, list[tuple[int, int, int, int]]]] = []
-        shard_at = [0]
-        for shard in gguf.shards:
-            shard_at.append(aligned(shard_at[-1] + shard.size))
-        experts = {op.weight for op in plan.ops if isinstance(op, ExpertLinear)} if apart else set()
-        last = None
-        for name in sorted(plan.weights, key=experts.__contains__) if experts else plan.weights:
-            tensor, layer = plan.weights[name], (name in experts, scope(name))
-            if layer != last:
-                self.groups.append((len(self.groups), []))
-                self.sizes.append(0)
-            last = layer
-            self.group[name] = group = len(self.groups) - 1
-            self.place[name] = place = shard_at[tensor.shard] + tensor.offset
-            self.sizes[group] += tensor.nbytes
-            piece = gguf.shards[tensor.shard].fd, tensor.offset, tensor.nbytes, place
-            if name in experts:
-                self.experts.append((group, piece, tensor.ne[2]))
-            else:
-                self.groups[group][1].append(piece)
-        ends = [(self.place[name], self.place[name] + tensor.nbytes) for name, tensor in plan.weights.items()]
-        self.start = min(start for start, _ in ends) // ALIGNMENT * ALIGNMENT
-        self.stop = max(stop for _, stop in ends)
-
-    @property
-    def size(self) -> int:
-        """Bytes on the device."""
-        return self.stop - self.start
 
 
 class CudaExecutor:
@@ -183,36 +133,27 @@ class CudaExecutor:
         self._upload = upload
         stamp("upload")
         self._waited = -1
-        self._backed = 0
         self._kernels = Kernels(device)
         self._stream = device.stream()
         if self._trace is not None:
             from reflex_ipc.cuda.tracing import Tracing
 
             self._tracing = Tracing(self._trace, device, self._stream, upload, weights)
-        self._places = p = Places()
-        self._cache = device.growing(
-            self._layout.pages(self.n_ctx + SLACK) * self._layout.page_bytes, "keys and values"
-        )
-        p.cache = self._cache.address
+        self._places = places = Places()
         self._columns = columns
-        self._values: Memory | None = None
-        self._inputs: Memory | None = None
-        self._tree: Memory | None = None
-        self._branches: Memory | None = None
-        self._scored: Memory | None = None
         self._shapes: dict[tuple[int, int, bool, int], list[Launch]] = {}
         self._graphs: dict[tuple[int, str], GraphExec] = {}
         self._lowering = Lowering(
-            device, self._kernels, self._stream, plan, groups, columns, p, lambda name: base + weights.place[name]
+            device, self._kernels, self._stream, plan, groups, columns, places, lambda name: base + weights.place[name]
         )
         self._routed: RoutedFirst | None = None
         if weights.experts and upload.knows_experts:
             self._routed = RoutedFirst(plan, upload, self._stream, self._lowering.at)
-        self._sampling = Sampling(device, self._kernels, self._stream, plan.n_vocab, p)
-        self._fixed()
+        self._sampling = Sampling(device, self._kernels, self._stream, plan.n_vocab, places)
+        self._buffers = Buffers(
+            device, self._stream, plan, self._layout, columns, self._lowering, self.n_ctx, self._forget
+        )
         self.reset()
-        self._make_room(LEAST_TOKENS, 1)
 
     def _check_memory(
         self, device: "Device", gguf: "GGUF", size: int, columns: Columns, early: "Memory | None"
@@ -227,67 +168,6 @@ class CudaExecutor:
                 f"{gguf.path} needs {gib(size + cache + scratch)} of device memory ({gib(size)} weights, {gib(cache)} "
                 f"cache for {PAGE} tokens, {gib(scratch)} working space); {gib(free)} are free"
             )
-
-    def _fixed(self) -> None:
-        """What no step changes the size of: rotary frequencies, room for partial results, counters."""
-        p, device = self._places, self._dev()
-        tables = lower.tables_of(self.plan)
-        doubles = {key: rope.frequencies() for key, rope in tables.items()}
-        frequencies = b"".join(Struct(f"<{len(f)}d").pack(*f) for f in doubles.values())
-        heads = families.most_heads(self.plan)
-        counted = Struct(f"<{heads}f").pack(*range(heads))
-        states = {s.name: 4 * math.prod(s.shape) for s in self.plan.states if not s.per_token}
-        partial, tickets = aligned(self._lowering.partial_bytes()), self._lowering.ticket_bytes() + 4
-        sizes = [partial, tickets, len(frequencies), len(counted), *(2 * aligned(size) for size in states.values())]
-        arena = device.arena(sum(map(aligned, sizes)), "partial results and recurrent states")
-        p.partial = arena.take(partial, "partial results")
-        p.tickets = arena.take(tickets, "counters")
-        p.zero = p.tickets + tickets - 4
-        self._stream.fill(p.tickets, 0, tickets)
-        p.heads = arena.take(len(counted), "numbers of heads")
-        if counted:
-            self._stream.to_device(p.heads, counted)
-        for name, size in states.items():
-            p.states[name] = arena.take(2 * aligned(size), name), aligned(size)
-        at = arena.take(len(frequencies), "rotary frequencies")
-        if frequencies:
-            self._stream.to_device(at, frequencies)
-        for key, numbers in doubles.items():
-            p.frequencies[key] = at
-            at += 8 * len(numbers)
-
-    def _make_room(self, n_tokens: int, n_rows: int) -> None:
-        """Buffers for a step of so many tokens and rows. What was there is lost, launches and graphs too."""
-        p = self._places
-        if n_tokens <= p.token_capacity and n_rows <= p.row_capacity:
-            return
-        self._forget()
-        p.token_capacity = max(p.token_capacity, aligned(n_tokens, 64))
-        p.row_capacity = max(p.row_capacity, n_rows)
-        for memory in (self._values, self._inputs):
-            if memory is not None:
-                memory.close()
-        tables = {key: 4 * rope.n_rot * p.token_capacity for key, rope in lower.tables_of(self.plan).items()}
-        values = 4 * self._columns.width * p.token_capacity
-        selected = 4 * self._columns.selected_width * p.row_capacity
-        p.scratch_size = max(
-            self._lowering.linear_scratch(p.token_capacity, p.row_capacity),
-            self._lowering.finished_bytes(p.token_capacity),
-            families.scratch_bytes(self.plan, p.token_capacity),
-        )
-        sizes = [values, selected, p.scratch_size, *tables.values()]
-        self._values = arena = self._dev().arena(sum(map(aligned, sizes)), "working space")
-        p.values = arena.take(values, "activations")
-        p.selected = arena.take(selected, "logits")
-        p.scratch = arena.take(p.scratch_size, "products")
-        for key, size in tables.items():
-            p.tables[key] = arena.take(size, "rotary tables")
-        words = CONTROL.size + 4 * (2 * p.token_capacity + p.row_capacity)
-        self._inputs = inputs = self._dev().allocate(words, "a step's inputs")
-        p.control = inputs.address
-        p.tokens = p.control + CONTROL.size
-        p.positions = p.tokens + 4 * p.token_capacity
-        p.rows = p.positions + 4 * p.token_capacity
 
     def _forget(self) -> None:
         self._shapes.clear()
@@ -311,22 +191,7 @@ class CudaExecutor:
             self._stream.fill(at + self._parity * size, 0, size)
 
     def reserve(self, n_tokens: int) -> None:
-        self._back(n_tokens)
-
-    def _back(self, n_tokens: int) -> None:
-        """Put memory behind the cache's first `n_tokens` positions."""
-        if n_tokens <= self._backed:
-            return
-        size = self._layout.pages(n_tokens) * self._layout.page_bytes
-        try:
-            self._cache.ensure(0, size)
-        except OutOfMemoryError as error:
-            free, _ = self._dev().memory()
-            raise OutOfMemoryError(
-                f"a cache for {n_tokens} tokens takes {gib(size)} of device memory, {gib(self._cache.backed)} of it "
-                f"are there; {gib(free)} are free: {error}"
-            ) from None
-        self._backed = self._layout.pages(n_tokens) * PAGE
+        self._buffers.back(n_tokens)
 
     # Steps
 
@@ -355,8 +220,8 @@ class CudaExecutor:
     def _begin(self, step: Step) -> Shape:
         """Make room for a step, send what it consists of; its launches are those of the shape returned."""
         n = len(step.tokens)
-        self._back(self._n_past + n)
-        self._make_room(n, max(1, len(step.rows)))
+        self._buffers.back(self._n_past + n)
+        self._buffers.hold(n, max(1, len(step.rows)))
         is_tree = step.n_keep != n or any(parent != i - 1 for i, parent in enumerate(step.parents))
         n_splits = self._lowering.n_splits(self._n_past + 1) if n == 1 and not is_tree else 0
         self._send(step, is_tree)
@@ -399,21 +264,12 @@ class CudaExecutor:
         control = CONTROL.pack(self._n_past, step.n_keep, self._sampling.serial, self._parity)
         self._stream.to_device(p.control, control + numbers.pack(*step.tokens, *step.positions, *step.rows))
         if is_tree:
-            parents, mask = Struct(f"<{n}i{4 * spare}x").pack(*step.parents), _mask(step)
-            self._tree = self._room(self._tree, len(parents) + len(mask), "a tree's ancestors")
-            self._branches = self._room(self._branches, families.branch_bytes(self.plan, n), "a tree's states")
-            p.parents, p.branches = self._tree.address, self._branches.address
+            from reflex_ipc.cuda.scoring import mask_of
+
+            parents, mask = Struct(f"<{n}i{4 * spare}x").pack(*step.parents), mask_of(step)
+            self._buffers.hold_tree(n, len(parents) + len(mask))
             p.mask = p.parents + len(parents)
             self._stream.to_device(p.parents, parents + mask)
-
-    def _room(self, memory: "Memory | None", size: int, what: str) -> "Memory":
-        """Memory of at least this size: the one there is, or another, which makes launches that know it worthless."""
-        if memory is not None and memory.size >= size:
-            return memory
-        if memory is not None:
-            memory.close()
-        self._forget()
-        return self._dev().allocate(max(size, 1 << 16), what)
 
     def _launches(
         self, shape: Shape, tracing: "Tracing | None" = None, poll: "Poll | None" = None
@@ -493,15 +349,17 @@ class CudaExecutor:
     # Scoring
 
     def score(self, step: Step, targets: "Sequence[Sequence[int]]", poll: "Poll | None" = None) -> list[list[float]]:
+        from reflex_ipc.cuda.scoring import rounded
+
         n_targets = sum(map(len, targets))
         first = [0]
         for row in targets:
             first.append(first[-1] + len(row))
         words = Struct(f"<{len(first)}i{n_targets}i").pack(*first, *(token for row in targets for token in row))
-        self._scored = self._room(self._scored, len(words) + 4 * n_targets, "log-probabilities")
-        self.forward(_rounded(step), poll)
+        at = self._buffers.hold_scores(len(words) + 4 * n_targets)
+        self.forward(rounded(step), poll)
         self._shape = Shape(len(step.tokens), len(step.rows))
-        at, out = self._scored.address, self._scored.address + len(words)
+        out = at + len(words)
         self._stream.to_device(at, words)
         arguments = out, self._logits(0), at, at + 4 * len(first), self.plan.n_vocab
         function = self._kernels.function("score_rows")
@@ -549,7 +407,7 @@ class CudaExecutor:
 
     def _queue_token(self, kind: str) -> int:
         """Queue the step of the token just sampled and the choice of the next; returns the number of its mail."""
-        self._back(self._n_past + 1)
+        self._buffers.back(self._n_past + 1)
         n_splits = self._lowering.n_splits(self._n_past + 1)
         graph = self._graphs.get((n_splits, kind))
         if graph is None:
@@ -582,33 +440,3 @@ def _stamp_driver(times: "Mapping[str, float]") -> None:
     begin, driver, context = (int(times[name] * 1e9) for name in ("begin", "driver", "context"))
     stamp("driver", begin, at=driver, track="driver")
     stamp("context", driver, at=context, track="driver")
-
-
-def _rounded(step: Step) -> Step:
-    """A short step with tokens that nothing sees, and its last row again, up to multiples of ROUNDED: the same launches
-    then serve it whatever its length. Making them takes milliseconds, the tokens nothing, as products take 8 at a time.
-    """
-    n, more = len(step.tokens), -len(step.tokens) % ROUNDED
-    if n > FEW or not step.rows:
-        return step
-    return Step(
-        [*step.tokens, *[0] * more],
-        [*step.positions, *[0] * more],
-        [*step.parents, *[PARENT_NONE] * more],
-        [*step.rows, *[step.rows[-1]] * (-len(step.rows) % ROUNDED)],
-        step.n_keep,
-    )
-
-
-def _mask(step: Step) -> bytes:
-    """For every token a word that says whether it sees the cache, then a bit a token of the step that it sees."""
-    size = (len(step.tokens) + 31) // 32 * 4
-    ancestors: list[int] = []
-    sees_cache: list[int] = []
-    for i, parent in enumerate(step.parents):
-        ancestors.append((ancestors[parent] if parent >= 0 else 0) | 1 << i)
-        sees_cache.append(sees_cache[parent] if parent >= 0 else int(parent != PARENT_NONE))
-    return b"".join(
-        sees.to_bytes(4, "little") + bits.to_bytes(size, "little")
-        for sees, bits in zip(sees_cache, ancestors, strict=True)
-    )

@@ -8,7 +8,6 @@ ready.launch(stream)
 
 import ctypes
 
-from reflex_ipc.cuda.driver import GraphUpdateResult, KernelNodeParams
 from reflex_ipc.cuda.memory import Resource
 from reflex_ipc.errors import DeviceError
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from reflex_ipc.cuda.device import Device, Stream
-    from reflex_ipc.cuda.launch import Launch
 
 
 class Capture:
@@ -54,27 +52,6 @@ class Capture:
             raise DeviceError("a graph was asked for before its recording ended")
         return self._graph
 
-    def node(self) -> int:
-        """The node of the launch just recorded, for `GraphExec.set_launch`."""
-        cu = self.stream.device.cu
-        status, count = ctypes.c_int(), ctypes.c_size_t()
-        nodes, edges = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_void_p()
-        cu.check(
-            cu.cuStreamGetCaptureInfo_v3(
-                self.stream.handle,
-                ctypes.byref(status),
-                None,
-                None,
-                ctypes.byref(nodes),
-                ctypes.byref(edges),
-                ctypes.byref(count),
-            ),
-            "asking for the node just recorded",
-        )
-        if count.value != 1:
-            raise DeviceError(f"the stream being recorded ends in {count.value} nodes, not in one launch")
-        return nodes[0] or 0
-
 
 class Graph(Resource):
     """Recorded work."""
@@ -110,28 +87,6 @@ class GraphExec(Resource):
         cu = self.device.cu
         if code := cu.cuGraphLaunch(self.handle, stream.handle):
             cu.fail(code, "launching a graph")
-
-    def update(self, graph: Graph) -> None:
-        """Take over the arguments and shapes of another recording of the same launches in the same order."""
-        cu, result = self.device.cu, GraphUpdateResult()
-        code = cu.cuGraphExecUpdate_v2(self.handle, graph.handle, ctypes.byref(result))
-        cu.check(code, "updating a graph (reason %d of CUgraphExecUpdateResult)", result.result)
-
-    def set_launch(self, node: int, launch: "Launch") -> None:
-        """Take over one launch's arguments and shape at the node `Capture.node` gave, which runs the same kernel."""
-        cu = self.device.cu
-        parameters = KernelNodeParams(
-            function=launch.function.handle,
-            grid=launch.grid,
-            block=launch.block,
-            shared=launch.shared,
-            parameters=launch.pointers,
-        )
-        cu.check(
-            cu.cuGraphExecKernelNodeSetParams_v2(self.handle, node, ctypes.byref(parameters)),
-            "updating %s in a graph",
-            launch.function.name,
-        )
 
     def _release(self) -> None:
         cu = self.device.cu

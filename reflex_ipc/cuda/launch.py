@@ -259,17 +259,6 @@ class Function:
             self.set_attribute(_MAX_DYNAMIC_SHARED, size)
             self._shared_allowed = size
 
-    def blocks_per_multiprocessor(self, threads: int, shared: int = 0) -> int:
-        """How many blocks of this shape one multiprocessor holds at a time."""
-        self.allow_shared(shared)
-        value, cu = ctypes.c_int(), self.device.cu
-        cu.check(
-            cu.cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(value), self.handle, threads, shared),
-            "asking for the occupancy of %s",
-            self.name,
-        )
-        return value.value
-
     def prepare(
         self,
         grid: "Shape",
@@ -396,8 +385,3 @@ class Launch:
     def shared(self, size: int) -> None:
         self.function.allow_shared(size)
         self._config.shared = size
-
-    @property
-    def pointers(self) -> int:
-        """Address of the array of pointers to the arguments, as a graph's kernel node wants it."""
-        return ctypes.addressof(self._pointers)

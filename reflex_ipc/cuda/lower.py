@@ -9,8 +9,10 @@ from struct import Struct
 
 from reflex_ipc import ops
 from reflex_ipc.cuda import families, linear
+from reflex_ipc.cuda.formats import FORMATS
 from reflex_ipc.cuda.memory import aligned
 from reflex_ipc.cuda.places import PAGE, CacheLayout, Places, Shape
+from reflex_ipc.cuda.products import Input, Limits, Matrix
 from reflex_ipc.errors import UnsupportedModelError
 
 TYPE_CHECKING = False
@@ -52,7 +54,7 @@ def check(plan: "Plan") -> None:
         for name in ops.weights(op):
             kind = plan.weights[name].type.name
             if name in _matrices(op):
-                if kind not in linear.FORMATS:
+                if kind not in FORMATS:
                     raise UnsupportedModelError(f"tensor {name} is {kind}, which has no CUDA kernel")
             elif kind != "F32":
                 raise UnsupportedModelError(f"tensor {name} is {kind}; the CUDA kernels take F32 there")
@@ -100,7 +102,7 @@ class Lowering:
         self.layout = CacheLayout(plan)
         self._exact = families.before_routers(plan)
         self.multiprocessors = device.attribute(device.MULTIPROCESSORS)
-        self.limits = linear.Limits(self.multiprocessors, device.attribute(device.SHARED_PER_BLOCK))
+        self.limits = Limits(self.multiprocessors, device.attribute(device.SHARED_PER_BLOCK))
         self.is_dependent = self.is_passing = False
         self._last: dict[str, Launch] = {}
         self.can_depend = device.capability >= (9, 0) and not kernels.is_ptx
@@ -137,8 +139,7 @@ class Lowering:
             if products:
                 n = n_rows if products[0].out.selected else n_tokens
                 matrices = [
-                    linear.Matrix(self.plan.weights[op.weight].type.name, 0, op.out.width, 0, op.out.width)
-                    for op in products
+                    Matrix(self.plan.weights[op.weight].type.name, 0, op.out.width, 0, op.out.width) for op in products
                 ]
                 sizes.append(
                     linear.scratch_bytes(
@@ -282,7 +283,7 @@ class Lowering:
         if not m:
             return
         matrices = [
-            linear.Matrix(
+            Matrix(
                 type=self.plan.weights[op.weight].type.name,
                 weight=self.weight(op.weight),
                 n_out=op.out.width,
@@ -293,7 +294,7 @@ class Lowering:
             )
             for op in products
         ]
-        entry = linear.Input(
+        entry = Input(
             self.at(x), m, x.width, x.width, self.weight(norm.weight) if norm else 0, norm.eps if norm else 0.0
         )
         exact = self._is_exact(products)
@@ -461,4 +462,5 @@ _GROUPS: "dict[str, Callable[..., Iterator[Launch]]]" = {
     "linear_add": Lowering._linear_add,
     "attention": Lowering._attention_group,
     "delta": families.delta_group,
+    "experts": families.expert_group,
 }

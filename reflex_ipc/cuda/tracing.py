@@ -16,8 +16,8 @@ from reflex_ipc.ops import scope
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from reflex_ipc.cuda.device import Device
-    from reflex_ipc.cuda.executor import Weights
     from reflex_ipc.cuda.upload import Upload
+    from reflex_ipc.cuda.weights import Weights
     from reflex_ipc.trace import Trace
 
 ANCHORS = 5  # attempts, of which the one with the closest looks counts

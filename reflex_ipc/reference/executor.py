@@ -20,10 +20,10 @@ from reflex_ipc.sampler import Sampled, Sampler
 from reflex_ipc.stamps import stamp
 
 if TYPE_CHECKING:
+    from reflex_ipc.errors import Poll
     from reflex_ipc.trace import Trace
 
 Array = npt.NDArray[np.float32]
-Poll = Callable[[], str | None]
 
 _MOST_THREADS = 1024
 _HEAD_ROWS = 32
@@ -86,12 +86,12 @@ class ReferenceExecutor:
         if free is not None and need.total > free:
             raise OutOfMemoryError(f"{self._path} needs {need}; {memory.mib(free)} are free")
 
-    def forward(self, step: Step, poll: Poll | None = None) -> None:
+    def forward(self, step: Step, poll: "Poll | None" = None) -> None:
         with self._whole_or_nothing():
             run = self._run(step, Watch(poll))
         self._logits = self._head(run, step.rows) if step.rows else self._logits[:0]
 
-    def score(self, step: Step, targets: Sequence[Sequence[int]], poll: Poll | None = None) -> list[list[float]]:
+    def score(self, step: Step, targets: Sequence[Sequence[int]], poll: "Poll | None" = None) -> list[list[float]]:
         watch = Watch(poll)
         found: list[list[float]] = []
         with self._whole_or_nothing():
@@ -147,7 +147,7 @@ class ReferenceExecutor:
     def logits(self) -> Array:
         return self._logits
 
-    def decode(self, sampler: Sampler, poll: Poll | None = None) -> Iterator[Sampled]:
+    def decode(self, sampler: Sampler, poll: "Poll | None" = None) -> Iterator[Sampled]:
         while True:
             sampled = sampler.sample(self._logits[-1])
             # The token is out before its own forward pass begins.

@@ -8,6 +8,8 @@ from pathlib import Path
 from struct import Struct
 
 from reflex_ipc.cuda import linear
+from reflex_ipc.cuda.experts import expert_linear
+from reflex_ipc.cuda.products import Call, Experts, Input, Limits, Matrix
 
 TYPES = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 TYPES += ["IQ4_NL", "IQ4_XS", "MXFP4", "IQ3_S", "IQ2_S", "IQ3_XXS", "IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M"]
@@ -19,16 +21,16 @@ NAIVE_LINE = f"naive_linear naive.cubin b8[{_NAIVE.size + 4 * _MATRIX.size}]@0\n
 
 
 def naive_linear(
-    limits: linear.Limits,
-    x: linear.Input,
-    matrices: list[linear.Matrix],
+    limits: Limits,
+    x: Input,
+    matrices: list[Matrix],
     scratch: int = 0,
     *,
     swiglu: bool = False,
     exact: bool = False,
-    experts: linear.Experts | None = None,
+    experts: Experts | None = None,
     per_expert: bool = False,
-) -> list[linear.Call]:
+) -> list[Call]:
     """In place of `linear.linear`: one launch of one thread."""
     ids, stride, n_used, size, _ = experts or (0, 0, 1, 0, 1)
     data = _NAIVE.pack(
@@ -37,23 +39,24 @@ def naive_linear(
     for m in matrices:
         data += _MATRIX.pack(m.weight, m.out, m.bias, m.residual, size, TYPES.index(m.type), m.n_out, m.out_stride, 0)
     data += bytes(_MATRIX.size * (4 - len(matrices)))
-    return [linear.Call("naive_linear", (1, 1, 1), (1, 1, 1), 0, (data,))]
+    return [Call("naive_linear", (1, 1, 1), (1, 1, 1), 0, (data,))]
 
 
 def naive_experts(
-    limits: linear.Limits,
-    x: linear.Input,
-    matrix: linear.Matrix,
-    experts: linear.Experts,
+    limits: Limits,
+    x: Input,
+    matrices: list[Matrix],
+    experts: Experts,
     scratch: int = 0,
     *,
     per_expert: bool,
-) -> list[linear.Call]:
-    """In place of `linear.expert_linear`."""
-    return naive_linear(limits, x, [matrix], experts=experts, per_expert=per_expert)
+    is_grouped: bool = False,
+) -> list[Call]:
+    """In place of `experts.expert_linear`."""
+    return naive_linear(limits, x, matrices, swiglu=len(matrices) > 1, experts=experts, per_expert=per_expert)
 
 
-def half_linear(limits: linear.Limits, x: linear.Input, matrices: list[linear.Matrix], scratch: int = 0, **options):
+def half_linear(limits: Limits, x: Input, matrices: list[Matrix], scratch: int = 0, **options):
     """`linear.linear` itself where it needs tensor cores, which are emulated; else in its place."""
     calls = REAL_LINEAR(limits, x, matrices, scratch, **options)
     if all(call.kernel.startswith(EMULATED) for call in calls):
@@ -61,15 +64,15 @@ def half_linear(limits: linear.Limits, x: linear.Input, matrices: list[linear.Ma
     return naive_linear(limits, x, matrices, scratch, **options)
 
 
-def half_experts(limits, x, matrix, experts, scratch=0, *, per_expert):
-    """The same for `linear.expert_linear`."""
-    calls = REAL_EXPERTS(limits, x, matrix, experts, scratch, per_expert=per_expert)
+def half_experts(limits, x, matrices, experts, scratch=0, **options):
+    """The same for `experts.expert_linear`."""
+    calls = REAL_EXPERTS(limits, x, matrices, experts, scratch, **options)
     if all(call.kernel.startswith(EMULATED) for call in calls):
         return calls
-    return naive_experts(limits, x, matrix, experts, scratch, per_expert=per_expert)
+    return naive_experts(limits, x, matrices, experts, scratch, **options)
 
 
-REAL_LINEAR, REAL_EXPERTS = linear.linear, linear.expert_linear
+REAL_LINEAR, REAL_EXPERTS = linear.linear, expert_linear
 EMULATED = ("prepare_rows", "widen_", "gemm_half", "mma_", "add_parts", "group_experts", "grouped_")
 
 

@@ -202,7 +202,6 @@ int cuFuncGetParamInfo(void *f, size_t i, size_t *offset, size_t *size) {
 }
 int cuFuncGetAttribute(int *v, int, void *) { *v = 0; return 0; }
 int cuFuncSetAttribute(void *, int, int) { return 0; }
-int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void *, int, size_t) { *n = 1; return 0; }
 int cuLaunchKernelEx(const Config *c, void *f, void **p, void **) {
     auto &function = *(Function *)f;
     Queued q{function.f, *c, {}};

@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 from emulator.build import HERE, ROOT, SHARED_BYTES
-from reflex_ipc.cuda.linear import Call
+from reflex_ipc.cuda.products import Call
 
 DOT = r"""    for (int i = 0; i < 4; ++i)
       sum += (Format::is_signed ? (int)(int8_t)(q >> 8 * i) : (int)(uint8_t)(q >> 8 * i)) * (int8_t)(x >> 8 * i);

@@ -191,7 +191,6 @@ void run_all(void) {
 }
 void queue(struct object *s, struct op op) {
     if (s->capture) {
-        s->capture->nodes++;
         free(op.staged);
         return;
     }

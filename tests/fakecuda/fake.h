@@ -74,7 +74,6 @@ struct object {
     struct object *stream; /* events */
     u64 passed;            /* when the last record ran: nanoseconds */
     int untimed;
-    int nodes;             /* graphs */
     struct object *next;
 };
 struct function {

@@ -76,12 +76,6 @@ CUresult cuFuncSetAttribute(void *function, int attribute, int value) {
     }
     END;
 }
-CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int threads, size_t shared) {
-    BEGIN(1, "%d %zu", threads, shared);
-    FUNCTION(function);
-    *blocks = 2048 / threads;
-    END;
-}
 struct config {
     unsigned grid[3], block[3], shared;
     void *stream;
@@ -137,26 +131,10 @@ CUresult cuStreamEndCapture(void *stream, void **graph) {
     stream_o->capture = NULL;
     END;
 }
-CUresult cuStreamGetCaptureInfo_v3(void *stream, int *status, u64 *id, void **graph, void ***nodes, void **edges,
-                                   size_t *count) {
-    BEGIN(1, "");
-    EXPECT(STREAM, stream);
-    (void)id;
-    (void)graph;
-    static void *node;
-    node = stream_o->capture ? (char *)stream_o->capture + stream_o->capture->nodes : NULL;
-    *status = node != NULL;
-    *nodes = &node;
-    *edges = NULL;
-    *count = stream_o->capture && stream_o->capture->nodes ? 1 : 0;
-    END;
-}
 CUresult cuGraphInstantiateWithFlags(void **exec, void *graph, u64 flags) {
     BEGIN(1, "%lu", flags);
     EXPECT(GRAPH, graph);
-    struct object *made = born(EXEC, 0, 0);
-    made->nodes = graph_o->nodes;
-    *exec = made;
+    *exec = born(EXEC, 0, 0);
     END;
 }
 CUresult cuGraphLaunch(void *exec, void *stream) {
@@ -176,28 +154,6 @@ CUresult cuGraphExecDestroy(void *exec) {
     BEGIN_RELEASE("");
     EXPECT(EXEC, exec);
     dies(exec_o);
-    END;
-}
-CUresult cuGraphExecUpdate_v2(void *exec, void *graph, int *result) {
-    BEGIN(1, "");
-    EXPECT(EXEC, exec);
-    EXPECT(GRAPH, graph);
-    *result = graph_o->nodes == exec_o->nodes ? 0 : 2;
-    if (*result) code = 910;
-    END;
-}
-struct node {
-    void *function;
-    unsigned grid[3], block[3], shared;
-    void **parameters, **extra;
-    void *kernel, *context;
-};
-CUresult cuGraphExecKernelNodeSetParams_v2(void *exec, void *node, const struct node *p) {
-    BEGIN(1, "grid %u %u %u", p->grid[0], p->grid[1], p->grid[2]);
-    EXPECT(EXEC, exec);
-    FUNCTION(p->function);
-    if (!node || p->extra || p->kernel) REFUSE(INVALID_VALUE, "a node that is none");
-    code = look_at_launch(__func__, f, p->grid, p->block, p->shared, p->parameters);
     END;
 }
 

@@ -54,7 +54,7 @@ def test_every_kernel_loads_and_takes_what_the_manifest_says(kernels: Kernels):
         kernels.function(name)
 
 
-def test_a_graph_replays_and_takes_new_arguments(device: Device, kernels: Kernels):
+def test_a_graph_replays(device: Device, kernels: Kernels):
     stream, memory = device.stream(), device.allocate(8, "two integers")
     stream.to_device(memory.address, struct.pack("<2i", 1, 0))
     launch = kernels.function("smoke_axpy_i32").prepare(
@@ -62,21 +62,13 @@ def test_a_graph_replays_and_takes_new_arguments(device: Device, kernels: Kernel
     )
     with stream.capture() as capture:
         launch()
-        node = capture.node()
         launch()
     ready = capture.graph.instantiate()
     ready.launch(stream)
     assert struct.unpack("<2i", stream.read(memory.address, 8)) == (1, 2)
-    launch.set(1, 10)
-    ready.set_launch(node, launch)  # one of the two adds ten times as much
+    launch.set(1, 10)  # what was recorded stays as it was
     ready.launch(stream)
-    assert struct.unpack("<2i", stream.read(memory.address, 8)) == (1, 13)
-    with stream.capture() as again:
-        launch()
-        launch()
-    ready.update(again.graph)
-    ready.launch(stream)
-    assert struct.unpack("<2i", stream.read(memory.address, 8)) == (1, 33)
+    assert struct.unpack("<2i", stream.read(memory.address, 8)) == (1, 4)
 
 
 def test_dependent_and_cluster_launches(device: Device, kernels: Kernels):

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from reflex_ipc.cuda import linear
-from reflex_ipc.cuda.linear import Experts, Input, Limits, Matrix
+from reflex_ipc.cuda.experts import expert_linear, expert_scratch_bytes
+from reflex_ipc.cuda.formats import FLOATS, FORMATS
+from reflex_ipc.cuda.products import Experts, Input, Limits, Matrix
 from reflex_ipc.reference.dequant import dequantise
 
 cp = pytest.importorskip("cupy")
@@ -22,13 +24,13 @@ SCALES = {  # where the half-precision scales of a block are
     "Q2_0": [0], "TQ1_0": [52], "TQ2_0": [64], "IQ1_S": [0], "IQ1_M": [], "IQ2_XXS": [0], "IQ2_XS": [0], "IQ2_S": [0],
     "IQ3_XXS": [0], "IQ3_S": [0],
 }  # fmt: skip
-QUANTISED = [name for name in linear.FORMATS if name not in linear.FLOATS]
+QUANTISED = [name for name in FORMATS if name not in FLOATS]
 
 
 def random_weight(name, n_out, n_in, rng):
     """The bytes of an (n_out, n_in) matrix whose blocks differ in scale by up to 2^8."""
-    kind = linear.FORMATS[name]
-    if name in linear.FLOATS:
+    kind = FORMATS[name]
+    if name in FLOATS:
         values = rng.standard_normal((n_out, n_in)) * 2.0 ** rng.integers(-4, 5, (n_out, 1))
         values = values.astype(np.float32)
         if name == "F16":
@@ -129,11 +131,11 @@ def multiply(gpu, x, matrices, width=None, norm=0, eps=0.0, swiglu=False, limits
 def bound(name, m):
     """Relative error of a product that the arithmetic explains: 16-bit x for one row (but one scale a group of 32), a
     half's 2^-12 on average for x and as much for quantised weights and their scales, float32 for floats."""
-    if name == "F32" or (name in linear.FLOATS and m == 1):
+    if name == "F32" or (name in FLOATS and m == 1):
         return 2e-6
     if m == 1:
         return 8e-5
-    return 4.9e-4 if name in linear.FLOATS else 9e-4
+    return 4.9e-4 if name in FLOATS else 9e-4
 
 
 def activations(m, n, rng, spread=6):
@@ -158,7 +160,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("m", SHAPES)
-@pytest.mark.parametrize("name", linear.FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_every_type_and_number_of_rows(gpu, name, m):
     n_out, n_in = SHAPES[m]
     rng = np.random.default_rng([m, *name.encode()])
@@ -170,7 +172,7 @@ def test_every_type_and_number_of_rows(gpu, name, m):
 
 
 @pytest.mark.parametrize("m", [5, 17, 130])
-@pytest.mark.parametrize("name", linear.FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_exact_products_of_several_rows(gpu, name, m):
     """As little is lost as of one row: what feeds a router must not tip it."""
     # Two planes of halves lose less than 2e-6, as the emulated kernels show, whose sums are rounded. Tensor cores cut
@@ -199,7 +201,7 @@ def test_rows_of_few_blocks(gpu, name, n_in, m):
 
 @pytest.mark.parametrize("m", [1, 6, 90])
 @pytest.mark.parametrize("n_in", [1, 7, 64, 65, 200, 1001])
-@pytest.mark.parametrize("name", linear.FLOATS)
+@pytest.mark.parametrize("name", FLOATS)
 def test_float_rows_of_any_length(gpu, name, n_in, m):
     rng = np.random.default_rng([m, n_in])
     data = random_weight(name, 19, n_in, rng)
@@ -353,7 +355,7 @@ def test_rows_longer_than_shared_memory(gpu, name):
 
 @pytest.mark.parametrize("per_expert", [False, True])
 @pytest.mark.parametrize("m", [1, 4, 5, 70])
-@pytest.mark.parametrize("name", [name for name in linear.FORMATS if name != "F32"])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "F32"])
 def test_experts(gpu, name, m, per_expert):
     rng = np.random.default_rng(m)
     n_expert, n_used, n_in, n_out = 7, 3, 256, 45
@@ -365,11 +367,11 @@ def test_experts(gpu, name, m, per_expert):
     out = Out(m, n_used * n_out)
     source = Input(x.data.ptr, m, n_in, x.shape[1])
     experts = Experts(routes.data.ptr, 2 * n_used, n_used, len(data[0]), n_expert)
-    size = linear.expert_scratch_bytes(m, n_in, name, experts, per_expert=per_expert)
+    size = expert_scratch_bytes(m, n_in, name, experts, per_expert=per_expert)
     scratch = cp.full(size + 256, 0xFF, cp.uint8)
     at = scratch.data.ptr + -scratch.data.ptr % 256
     matrix = Matrix(name, weight, n_out, out.address, n_out)
-    gpu(linear.expert_linear(gpu.limits, source, matrix, experts, at, per_expert=per_expert))
+    gpu(expert_linear(gpu.limits, source, [matrix], experts, at, per_expert=per_expert))
     matrices = [values(name, d, n_out, n_in) for d in data]
     rows = []
     for t in range(m):
@@ -377,3 +379,37 @@ def test_experts(gpu, name, m, per_expert):
         rows.append([products(part, matrices[e]) for e, part in zip(ids[t], parts, strict=True)])
     expected, size = (cp.concatenate([cp.concatenate([p[i] for p in r], axis=1) for r in rows]) for i in range(2))
     assert error(out.rows(), expected, size) < (2e-6 if scratch.size > 256 else bound(name, 1))
+
+
+@pytest.mark.parametrize("m", [1, 5, 70, 300])
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K", "Q8_0", "F16", "BF16", "IQ3_S", "MXFP4"])
+def test_gate_and_up_of_experts(gpu, name, m):
+    """In one product, one by one or put in order; again in the order that is there; the same bits every time."""
+    rng = np.random.default_rng(m)
+    n_expert, n_used, n_in, n_out = 7, 3, 768, 200
+    data = [[random_weight(name, n_out, n_in, rng) for _ in range(n_expert)] for _ in range(2)]
+    rooms = [on_device(b"".join(each)) for each in data]
+    x = activations(m, n_in, rng, spread=1)
+    ids = np.stack([rng.permutation(n_expert)[:n_used] for _ in range(m)])
+    routes = cp.asarray(np.concatenate([ids, np.full((m, n_used), np.nan)], axis=1).astype(np.float32))
+    source = Input(x.data.ptr, m, n_in, n_in)
+    experts = Experts(routes.data.ptr, 2 * n_used, n_used, len(data[0][0]), n_expert)
+    size = expert_scratch_bytes(m, n_in, name, experts, per_expert=False)
+    scratch = cp.full(size + 256, 0xFF, cp.uint8)
+    at = scratch.data.ptr + -scratch.data.ptr % 256
+    results = []
+    for is_grouped in (False, True, False):
+        out = Out(m, n_used * n_out)
+        matrices = [Matrix(name, weight, n_out, out.address, n_out) for _, weight in rooms]
+        gpu(expert_linear(gpu.limits, source, matrices, experts, at, per_expert=False, is_grouped=is_grouped))
+        results.append(out.rows())
+    assert all(bool((each == results[0]).all()) for each in results[1:])
+    sides = []
+    for each in data:
+        matrices = [values(name, d, n_out, n_in) for d in each]
+        rows = [[products(x[t : t + 1], matrices[e]) for e in ids[t]] for t in range(m)]
+        sides.append([cp.concatenate([cp.concatenate([p[i] for p in r], axis=1) for r in rows]) for i in range(2)])
+    (gate, gate_size), (up, up_size) = sides
+    silu = gate / (1 + cp.exp(-gate))
+    size_of = 1.1 * gate_size * cp.abs(up) + cp.abs(silu) * up_size
+    assert error(results[0], silu * up, size_of) < (2e-6 if size else bound(name, 1))

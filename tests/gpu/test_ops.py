@@ -236,7 +236,7 @@ def test_attention_of_prompts_and_tokens(device, kernels, shape, past, n):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_of_a_tree(device, kernels, shape):
-    from reflex_ipc.cuda.executor import _mask
+    from reflex_ipc.cuda.scoring import mask_of
     from reflex_ipc.plan import Step
 
     op = attention_op(*shape)
@@ -254,7 +254,7 @@ def test_attention_of_a_tree(device, kernels, shape):
             visible[i, :past] = True
         visible[i, past + i] = True
     step = Step([0] * n, [0] * n, parents, [], 0)
-    mask = np.frombuffer(_mask(step), np.uint32)
+    mask = np.frombuffer(mask_of(step), np.uint32)
     part = {"q": q[past:], "k": k[past:], "v": v[past:]}
     (out,) = bench.run(alone(op), Shape(n, 0, True), part, past=past, mask=mask)
     assert error(out, attended(op, q[past:], k, v, cp.asarray(visible))) <= 1e-3

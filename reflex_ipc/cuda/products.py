@@ -1,0 +1,130 @@
+"""What all matrix products share: what they are of, the launches that they become, and how scratch is divided.
+
+The kernels' side is `kernels/linear.cuh`.
+"""
+
+from collections.abc import Sequence
+from struct import Struct
+from typing import NamedTuple
+
+from reflex_ipc.cuda.formats import FLOATS
+from reflex_ipc.cuda.memory import aligned
+
+MAX_MATRICES = 4
+"""Matrices a launch can take."""
+WARPS = 8
+THREADS = 32 * WARPS
+"""Of a block, where a kernel has no reason for others."""
+TILE = 128
+"""Rows of x and of W that a block of gemm_half multiplies."""
+PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Parts of the columns that blocks of `few.cuh` may share out."""
+SUMS = 16 << 20
+"""Bytes of scratch for the sums of such parts at most."""
+
+_WIDENED = 128 << 20  # bytes of half-precision weights in scratch at a time
+GEMM = Struct("<8Q9i4x")
+"""The arguments of `kernels/gemm.cu`."""
+_MATRIX = Struct("<5Q2i")
+_ROWS = Struct("<4Q6ifi")
+
+
+class Limits(NamedTuple):
+    """What the choice of a shape depends on, from the device's attributes."""
+
+    multiprocessors: int
+    shared_per_block: int
+    """Bytes, opted in."""
+
+
+class Matrix(NamedTuple):
+    """One weight and where its product goes; addresses are the device's, 0 for none.
+
+    `bias` is (n_out) and `residual` (M, out_stride), both float32 and added.
+    """
+
+    type: str
+    weight: int
+    n_out: int
+    out: int
+    out_stride: int
+    bias: int = 0
+    residual: int = 0
+
+
+class Input(NamedTuple):
+    """x: n rows of `width` float32 at `address`, `stride` apart; RMS-normalised on the way in where `norm` is given."""
+
+    address: int
+    n: int
+    width: int
+    stride: int
+    norm: int = 0
+    eps: float = 0.0
+
+
+class Experts(NamedTuple):
+    """Which experts the rows of x go to: at `ids`, `n_used` of them as float32 a token, tokens `stride` apart."""
+
+    ids: int
+    stride: int
+    n_used: int
+    bytes: int
+    """Of one expert's matrix."""
+    n_expert: int
+
+
+class Call(NamedTuple):
+    """One launch: what `Function.prepare` takes, but for the stream."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared: int
+    arguments: tuple[bytes]
+
+
+class Room:
+    """How scratch is divided: n rows of x as halves and their powers of two, then rows of W and theirs. Exact products
+    have a second plane with what halves lose, of x and of quantised W."""
+
+    def __init__(self, scratch: int, n: int, width: int, exact: bool = False, kind: str = "") -> None:
+        self.padded = aligned(width, 256)
+        self.x_stride = self.padded * (2 if exact else 1)
+        self.w_planes = 2 if exact and kind not in FLOATS else 1
+        self.products = (1 + self.w_planes) if exact else 1
+        """Planes that are multiplied with each other."""
+        self.x = scratch
+        self.scale = aligned(self.x + 2 * n * self.x_stride, 256)
+        self.widened = aligned(self.scale + 4 * n, 256)
+        self._at_a_time = max(TILE, _WIDENED // (2 * self.padded * self.w_planes) // TILE * TILE)
+        self.widened_scale = self.widened
+
+    def rows(self, n_out: int) -> int:
+        """Rows of W in scratch at a time; places their powers of two behind them."""
+        rows = min(self._at_a_time, n_out)
+        self.widened_scale = aligned(self.widened + 2 * rows * self.padded * self.w_planes, 256)
+        return rows
+
+
+def sums_bytes(n: int, rows: int) -> int:
+    """Scratch for the sums of n rows of x with so many rows of W, of as many parts of the columns as there may be."""
+    return min(SUMS, 4 * n * rows * PARTS[-1])
+
+
+def prepare(
+    x: Input, out: int, scale: int, rows: int, padded: int, unit_step: int, row_step: int, low: int = 0
+) -> Call:
+    """x as halves at `out`, its powers of two at `scale`: `kernels/rows.cu` has the layout."""
+    arguments = _ROWS.pack(
+        x.address, x.norm, out, scale, x.n, x.width, x.stride, padded, unit_step, row_step, x.eps, low
+    )
+    return Call("prepare_rows", (rows, 1, 1), (THREADS, 1, 1), 0, (arguments,))
+
+
+def pack_matrices(matrices: Sequence[Matrix], expert_bytes: int = 0) -> bytes:
+    """What the arguments of a kernel of `kernels/linear.cuh` end in: MAX_MATRICES of its `Matrix`."""
+    packed = b"".join(
+        _MATRIX.pack(m.weight, m.out, m.bias, m.residual, expert_bytes, m.n_out, m.out_stride) for m in matrices
+    )
+    return packed.ljust(MAX_MATRICES * _MATRIX.size, b"\0")

@@ -60,8 +60,8 @@ def first(plan: Plan, n_ctx: int) -> Need:
 
 
 def check(path: str, need: Need) -> None:
-    """Raises OutOfMemoryError with the sum where there is not as much. To be asked before NumPy is imported: a BLAS that
-    finds no address space ends the process by itself."""
+    """Raises OutOfMemoryError with the sum where there is not as much. To be asked before NumPy is imported: a BLAS
+    that finds no address space ends the process by itself."""
     for free, of in ((available(), ""), (address_space(), " of the address space that `ulimit -v` leaves")):
         if free is not None and need.total > free:
             raise OutOfMemoryError(f"{path} needs {need}; {mib(max(free, 0))}{of} are free")

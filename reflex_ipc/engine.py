@@ -68,8 +68,8 @@ class Engine:
         `backend` is "auto", "cuda" or "cpu", `device` the number of a CUDA device; "auto" uses the CPU where there is
         no usable device, and `why_cpu` says why. `context` is the tokens that prompt and answer may have together, the
         model's own maximum by default. `meanwhile` is called once the file's header is read, with an engine that can
-        tokenise and nothing else yet, while the device still starts. `trace` takes what runs when. `leave_driver` is for
-        a process that ends where opening fails: a driver that is still starting is then not waited for.
+        tokenise and nothing else yet, while the device still starts. `trace` takes what runs when. `leave_driver` is
+        for a process that ends where opening fails: a driver that is still starting is then not waited for.
 
         Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError, ContextOverflowError, and what
         `meanwhile` raises.

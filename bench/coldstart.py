@@ -9,8 +9,8 @@ Three states of the driver, never mixed (what it costs to bring it up depends on
     held          a process keeps the driver initialised (bench/hold.py)
 and two of the page cache: warm (all of the model file is in memory) and cold (none of it is; interpreter and libraries
 stay). Before every start it is seen to that both are so. Contenders are interleaved, each round in another order, and
-the first round is not counted (nor waited for: it is idle behind no gap). The clock starts before the process is made and stops at the first byte of the first
-token, and again when the process is gone.
+the first round is not counted (nor waited for, where the state has a gap). The clock starts before the process is made
+and stops at the first byte of the first token, and again when the process is gone.
 """
 
 import argparse

@@ -36,6 +36,11 @@ if __name__ == "__main__":
     if code := main(sys.argv[1:]):
         from os import _exit  # loaded long since
 
-        # Whatever failed has been said, and nothing is buffered. An orderly end would wait for a driver that is still
-        # starting, whose exit handlers must not meet that; the kernel takes back what it has.
+        # Whatever failed has been said. An orderly end would wait for a driver that is still starting, whose exit
+        # handlers must not meet that; the kernel takes back what it has. Reports may still be in a buffer.
+        for stream in (sys.stdout, sys.stderr):
+            try:  # noqa: SIM105  # importing contextlib takes memory, which may be what has run out
+                stream.flush()
+            except (OSError, ValueError):  # that has been said, too
+                pass
         _exit(code)

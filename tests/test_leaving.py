@@ -74,6 +74,22 @@ def test_what_fails_leaves_its_trace_all_the_same(reflex, tmp_path: Path):
     assert '"traceEvents"' in trace.read_text()
 
 
+@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"]])
+def test_what_was_reported_before_it_failed_is_out(arguments: list[str]):
+    """Also what stood in a buffer."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*COMMAND, *arguments], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout.count("\n") > 5
+
+
+def test_a_report_that_nobody_can_take_is_a_failed_output():
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*COMMAND, "doctor"], env=environment, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 11
+    assert done.stderr == "reflex: writing to standard output failed: No space left on device\n"
+
+
 @pytest.mark.parametrize("backend_threads", [1, 2])
 @pytest.mark.parametrize("mib", [13, 14, 16, 20, 40, 80, 120, 160, 180, 200])
 def test_too_little_address_space_is_said(fixtures: Path, mib: int, backend_threads: int):

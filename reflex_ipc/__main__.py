@@ -38,7 +38,7 @@ if __name__ == "__main__":
 
         # Whatever failed has been said. An orderly end would wait for a driver that is still starting, whose exit
         # handlers must not meet that; the kernel takes back what it has. Reports may still be in a buffer.
-        for stream in (sys.stdout, sys.stderr):
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it was closed when this began
             try:  # noqa: SIM105  # importing contextlib takes memory, which may be what has run out
                 stream.flush()
             except (OSError, ValueError):  # that has been said, too

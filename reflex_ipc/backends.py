@@ -101,6 +101,9 @@ def make_executor(
     elif backend == "auto":
         why = "no NVIDIA device" if not any(map(os.path.exists, DEVICE_NODES)) else "this package has no kernels"
     complete_site()
+    from reflex_ipc.reference import memory
+
+    memory.check(gguf.path, memory.first(plan, n_ctx))
     from reflex_ipc.reference.executor import ReferenceExecutor
 
     def report(done: int, total: int) -> None:

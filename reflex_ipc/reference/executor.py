@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reflex_ipc.environment import usable_cpus
-from reflex_ipc.errors import CancelledError, DeadlineError, InvalidRequestError, OutOfMemoryError, Watch, go_on
+from reflex_ipc.errors import CancelledError, DeadlineError, InvalidRequestError, Watch, go_on
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.ops import last_uses
 from reflex_ipc.plan import LARGEST_STEP, PREFILL_CHUNK, Plan, Step
@@ -47,7 +47,7 @@ class ReferenceExecutor:
         self.plan = plan
         self.n_ctx = n_ctx
         self._path = gguf.path
-        self._check(memory.estimate(plan, min(n_ctx, memory.CONTEXT_STEP)))
+        memory.check(gguf.path, memory.first(plan, n_ctx))
         if threads is not None and not 1 <= threads <= _MOST_THREADS:
             raise InvalidRequestError(f"threads is {threads}; it must be between 1 and {_MOST_THREADS}", "threads")
         n_threads = threads or usable_cpus()
@@ -78,13 +78,8 @@ class ReferenceExecutor:
     def reserve(self, n_tokens: int) -> None:
         if n_tokens > self._states.n_reserved:
             n_tokens = min(self.n_ctx, -(-n_tokens // memory.CONTEXT_STEP) * memory.CONTEXT_STEP)
-            self._check(memory.estimate(self.plan, n_tokens)._replace(weights=0))
+            memory.check(self._path, memory.estimate(self.plan, n_tokens)._replace(weights=0))
             self._states.reserve(n_tokens)
-
-    def _check(self, need: memory.Need) -> None:
-        free = memory.available()
-        if free is not None and need.total > free:
-            raise OutOfMemoryError(f"{self._path} needs {need}; {memory.mib(free)} are free")
 
     def forward(self, step: Step, poll: "Poll | None" = None) -> None:
         with self._whole_or_nothing():

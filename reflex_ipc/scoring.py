@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from reflex_ipc.errors import ContextOverflowError, InvalidRequestError, go_on
-from reflex_ipc.plan import PARENT_NONE, PARENT_STATE, PREFILL_CHUNK, Step
+from reflex_ipc.plan import LARGEST_STEP, PARENT_NONE, PARENT_STATE, PREFILL_CHUNK, Step
 
 if TYPE_CHECKING:
     from reflex_ipc.tokenizer import Tokenizer
@@ -24,6 +24,8 @@ Poll = Callable[[], str | None]
 MAX_CANDIDATES = 4096
 MAX_TREE = 32768
 """Tokens of all candidates together, what they share counted once."""
+LONGEST_TOGETHER = 4096
+"""Tokens of a context that go through the model together with the tree; of a longer one, the beginning goes ahead."""
 NORMALISATIONS = ("sum", "mean", "byte", "pmi")
 
 
@@ -304,7 +306,7 @@ class Executor(Protocol):
     def n_past(self) -> int: ...
     def forward(self, step: Step, poll: Poll | None = None) -> None: ...
     def score(self, step: Step, targets: Sequence[Sequence[int]], poll: Poll | None = None) -> list[list[float]]: ...
-    def step_limit(self, n_past: int) -> int: ...
+    def step_limit(self, n_past: int, n_tokens: int) -> int: ...
 
 
 class Scoring:
@@ -312,8 +314,8 @@ class Scoring:
 
     def __init__(self, executor: Executor, split: Split, options: Options, poll: Poll | None = None) -> None:
         tokens = [tail.tokens for tail in split.tails]
-        n_tree = sum(len(each) - 1 for each in tokens)
-        if n_tree > MAX_TREE and (n_tree := len(tree(tokens).tokens)) > MAX_TREE:
+        n_tree = len(tree(tokens).tokens)
+        if n_tree > MAX_TREE:
             raise InvalidRequestError(
                 f"the candidates have {n_tree} tokens together; at most {MAX_TREE} are scored", "candidates"
             )
@@ -323,6 +325,7 @@ class Scoring:
         self.total_ms = 0.0
         self._executor = executor
         self._split = split
+        self._n_tree = n_tree
         self._options = options
         self._neutral = split.neutral if options.normalize == "pmi" else None
         self._poll = poll
@@ -331,15 +334,17 @@ class Scoring:
         """Raises CancelledError or DeadlineError where `poll` says so."""
         began = time.perf_counter()
         executor, context, tails = self._executor, self._split.context, self._split.tails
-        limit = executor.step_limit(len(context))
-        n_passes = 0
-        # A context that fills a step by itself goes ahead in pieces; otherwise prompt and candidates are one step.
-        while len(context) - executor.n_past > limit:
+        n_tree = self._n_tree if self._neutral is None else 1 + 2 * self._n_tree
+        n_step = min(len(context), LONGEST_TOGETHER) + n_tree
+        limit = min(LARGEST_STEP, executor.step_limit(len(context), n_step))
+        # The end of the context and the candidates are one step. What goes ahead is no pass of its own: none of its
+        # tokens is computed twice.
+        while len(context) - executor.n_past > min(limit, LONGEST_TOGETHER):
             go_on(self._poll)
             n = min(PREFILL_CHUNK, len(context) - executor.n_past - 1)
             chunk = context[executor.n_past : executor.n_past + n]
             executor.forward(Step.text(chunk, executor.n_past, []), self._poll)
-            n_passes += 1
+        n_passes = 0
         found = [
             Scored(tail, [0.0] * len(tail.tokens), None if self._neutral is None else [0.0] * len(tail.tokens))
             for tail in tails

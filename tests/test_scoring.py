@@ -85,7 +85,7 @@ def test_scoring_leaves_the_prompts_state(fixtures: Path, name: str) -> None:
 def test_more_passes_say_the_same(fixtures: Path, name: str) -> None:
     with Engine.open(fixtures / "exact" / f"{name}-f16.gguf", backend="cpu") as engine:
         one = engine.score("once more and again", CANDIDATES, normalize="pmi")
-        engine._executor.step_limit = lambda n_past: 4  # type: ignore[method-assign]
+        engine._executor.step_limit = lambda n_past, n_tokens: 4  # type: ignore[method-assign]
         many = engine.score("once more and again", CANDIDATES, normalize="pmi")
         assert many.passes > one.passes == 1
         for a, b in zip(one.candidates, many.candidates, strict=True):

@@ -44,9 +44,6 @@ PARENT_NONE = -2
 """Parent of a token that begins a sequence of its own and sees nothing before it."""
 PREFILL_CHUNK = 512
 """Tokens of a prompt that go through the model in one piece; between two pieces the request may be taken back."""
-LARGEST_STEP = 65535
-"""Tokens of the largest step, a tree of candidates: it is not cut into pieces as a prompt is. Kernels have a block or more
-a token, and a grid's second dimension ends there. Memory ends before on most machines: `Executor.step_limit`."""
 
 
 class Step(NamedTuple):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from reflex_ipc.errors import ContextOverflowError, InvalidRequestError, go_on
-from reflex_ipc.plan import LARGEST_STEP, PARENT_NONE, PARENT_STATE, PREFILL_CHUNK, Step
+from reflex_ipc.plan import PARENT_NONE, PARENT_STATE, PREFILL_CHUNK, Step
 
 if TYPE_CHECKING:
     from reflex_ipc.tokenizer import Tokenizer
@@ -336,7 +336,7 @@ class Scoring:
         executor, context, tails = self._executor, self._split.context, self._split.tails
         n_tree = self._n_tree if self._neutral is None else 1 + 2 * self._n_tree
         n_step = min(len(context), LONGEST_TOGETHER) + n_tree
-        limit = min(LARGEST_STEP, executor.step_limit(len(context), n_step))
+        limit = executor.step_limit(len(context), n_step)
         # The end of the context and the candidates are one step. What goes ahead is no pass of its own: none of its
         # tokens is computed twice.
         while len(context) - executor.n_past > min(limit, LONGEST_TOGETHER):

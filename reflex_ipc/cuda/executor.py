@@ -19,12 +19,13 @@ from reflex_ipc.cuda.linear import FEW
 from reflex_ipc.cuda.lower import Lowering
 from reflex_ipc.cuda.memory import ALIGNMENT, aligned
 from reflex_ipc.cuda.places import PAGE, CacheLayout, Places, Shape
+from reflex_ipc.cuda.room import HEAD_ROWS, Room, ancestor_bytes, largest_step, step_limit
 from reflex_ipc.cuda.routed import RoutedFirst
 from reflex_ipc.cuda.sampling import CONTROL, Sampling
 from reflex_ipc.cuda.upload import Upload
 from reflex_ipc.errors import CancelledError, DeadlineError, OutOfMemoryError, ReflexError, go_on
 from reflex_ipc.ops import ExpertLinear, scope
-from reflex_ipc.plan import LARGEST_STEP, PARENT_NONE, Step
+from reflex_ipc.plan import PARENT_NONE, Step
 from reflex_ipc.stamps import stamp
 
 TYPE_CHECKING = False
@@ -50,8 +51,11 @@ if TYPE_CHECKING:
     Progress = Callable[[str, int, int], None]
     Poll = Callable[[], str | None]
 
-SLACK = 1 << 14
-"""Positions beyond the context that have addresses: the branches of a tree lie there while they are computed."""
+SLACK, LEAST_SLACK = 1 << 17, 1 << 14
+"""Positions beyond the context that have addresses: the branches of a tree lie there while they are computed. The
+second where addresses can't be had without memory."""
+LONG_STEP = 2048
+"""From so many tokens on a step takes a fraction of a second or more, and is queued layer by layer."""
 LEAST_TOKENS = 64
 """Rows there is room for at least; more when a step has more."""
 REPORT_EVERY = 0.05  # seconds
@@ -191,9 +195,9 @@ class CudaExecutor:
 
             self._tracing = Tracing(self._trace, device, self._stream, upload, weights)
         self._places = p = Places()
-        self._cache = device.growing(
-            self._layout.pages(self.n_ctx + SLACK) * self._layout.page_bytes, "keys and values"
-        )
+        slack = SLACK if device.attribute(device.VIRTUAL_MEMORY) else LEAST_SLACK
+        self._positions = self.n_ctx + slack
+        self._cache = device.growing(self._layout.pages(self._positions) * self._layout.page_bytes, "keys and values")
         p.cache = self._cache.address
         self._columns = columns
         self._values: Memory | None = None
@@ -267,23 +271,15 @@ class CudaExecutor:
         for memory in (self._values, self._inputs):
             if memory is not None:
                 memory.close()
-        tables = {key: 4 * rope.n_rot * p.token_capacity for key, rope in lower.tables_of(self.plan).items()}
-        values = 4 * self._columns.width * p.token_capacity
-        selected = 4 * self._columns.selected_width * p.row_capacity
-        p.scratch_size = max(
-            self._lowering.linear_scratch(p.token_capacity, p.row_capacity),
-            self._lowering.finished_bytes(p.token_capacity),
-            families.scratch_bytes(self.plan, p.token_capacity),
-        )
-        sizes = [values, selected, p.scratch_size, *tables.values()]
-        self._values = arena = self._dev().arena(sum(map(aligned, sizes)), "working space")
-        p.values = arena.take(values, "activations")
-        p.selected = arena.take(selected, "logits")
-        p.scratch = arena.take(p.scratch_size, "products")
-        for key, size in tables.items():
+        room = Room(self._lowering, p.token_capacity, p.row_capacity)
+        p.scratch_size = room.scratch
+        self._values = arena = self._dev().arena(room.arena, "working space")
+        p.values = arena.take(room.values, "activations")
+        p.selected = arena.take(room.selected, "logits")
+        p.scratch = arena.take(room.scratch, "products")
+        for key, size in room.tables.items():
             p.tables[key] = arena.take(size, "rotary tables")
-        words = CONTROL.size + 4 * (2 * p.token_capacity + p.row_capacity)
-        self._inputs = inputs = self._dev().allocate(words, "a step's inputs")
+        self._inputs = inputs = self._dev().allocate(room.inputs, "a step's inputs")
         p.control = inputs.address
         p.tokens = p.control + CONTROL.size
         p.positions = p.tokens + 4 * p.token_capacity
@@ -399,12 +395,13 @@ class CudaExecutor:
         control = CONTROL.pack(self._n_past, step.n_keep, self._sampling.serial, self._parity)
         self._stream.to_device(p.control, control + numbers.pack(*step.tokens, *step.positions, *step.rows))
         if is_tree:
-            parents, mask = Struct(f"<{n}i{4 * spare}x").pack(*step.parents), _mask(step)
-            self._tree = self._room(self._tree, len(parents) + len(mask), "a tree's ancestors")
+            parents = Struct(f"<{n}i{4 * spare}x").pack(*step.parents)
+            self._tree = self._room(self._tree, ancestor_bytes(n, p.token_capacity), "a tree's ancestors")
             self._branches = self._room(self._branches, families.branch_bytes(self.plan, n), "a tree's states")
             p.parents, p.branches = self._tree.address, self._branches.address
             p.mask = p.parents + len(parents)
-            self._stream.to_device(p.parents, parents + mask)
+            self._stream.to_device(p.parents, parents)
+            self._stream.to_device(p.mask, _mask(step))
 
     def _room(self, memory: "Memory | None", size: int, what: str) -> "Memory":
         """Memory of at least this size: the one there is, or another, which makes launches that know it worthless."""
@@ -420,9 +417,11 @@ class CudaExecutor:
     ) -> "Iterator[Launch]":
         """A shape's launches, each as soon as it exists and the weights it needs are on their way.
 
-        `poll` is asked wherever there are weights to wait for; what it raises leaves the shape unknown.
+        `poll` is asked wherever there are weights to wait for, and between the layers of a long step, of which one is
+        queued when the one before is done; what it raises leaves the shape unknown.
         """
-        known = self._shapes.get(shape.key) if tracing is None else None
+        is_long = shape.n_tokens >= LONG_STEP
+        known = self._shapes.get(shape.key) if tracing is None and not is_long else None
         if known is not None:
             yield from known
             return
@@ -433,9 +432,13 @@ class CudaExecutor:
         routed, self._routed = self._routed, None  # of use to the first step alone
         if routed is not None and not routed.begin(shape.n_tokens):
             routed = None
+        layer = ""
         try:
             for group, launches in self._lowering.launches(shape):
                 if group is not None:
+                    if is_long and layer != (layer := scope(group.name)):
+                        self._stream.synchronize()
+                        go_on(poll)
                     if tracing is not None:
                         tracing.end(unless=scope(group.name))
                     needed = max((self._weights.group[name] for name in group.weights), default=-1)
@@ -456,7 +459,7 @@ class CudaExecutor:
             self._lowering.is_passing = False
             if routed is not None:
                 routed.end()
-        if is_loaded:
+        if is_loaded and not is_long:
             if len(self._shapes) >= SHAPES:
                 del self._shapes[next(iter(self._shapes))]
             self._shapes[shape.key] = made
@@ -493,14 +496,41 @@ class CudaExecutor:
     # Scoring
 
     def score(self, step: Step, targets: "Sequence[Sequence[int]]", poll: "Poll | None" = None) -> list[list[float]]:
+        starts = range(0, len(step.rows), HEAD_ROWS)
+        n_most = max(sum(map(len, targets[start : start + HEAD_ROWS])) for start in starts)
+        self._scored = self._room(self._scored, 4 * (HEAD_ROWS + 1 + 2 * n_most), "log-probabilities")
+        found: list[list[float]] = []
+        for start in starts:
+            rows = step.rows[start : start + HEAD_ROWS]
+            if start == 0:
+                self.forward(_rounded(step._replace(rows=rows)), poll)
+            else:
+                self._head(len(step.tokens), rows, poll)
+            self._shape = Shape(len(step.tokens), len(rows))
+            found += self._log_probabilities(targets[start : start + HEAD_ROWS])
+        return found
+
+    def _head(self, n_tokens: int, rows: "Sequence[int]", poll: "Poll | None") -> None:
+        """The logits of other rows of the step that was just run."""
+        try:
+            go_on(poll)
+        except (CancelledError, DeadlineError):
+            self.reset()
+            raise
+        self._stream.to_device(self._places.rows, Struct(f"<{len(rows)}i").pack(*rows))
+        for group, launches in self._lowering.launches(Shape(n_tokens, len(rows))):
+            if group is not None and group.outputs[0].selected:
+                for launch in launches:
+                    launch()
+
+    def _log_probabilities(self, targets: "Sequence[Sequence[int]]") -> list[list[float]]:
+        """Of each row's target tokens, from the logits that are there."""
+        assert self._scored is not None
         n_targets = sum(map(len, targets))
         first = [0]
         for row in targets:
             first.append(first[-1] + len(row))
         words = Struct(f"<{len(first)}i{n_targets}i").pack(*first, *(token for row in targets for token in row))
-        self._scored = self._room(self._scored, len(words) + 4 * n_targets, "log-probabilities")
-        self.forward(_rounded(step), poll)
-        self._shape = Shape(len(step.tokens), len(step.rows))
         at, out = self._scored.address, self._scored.address + len(words)
         self._stream.to_device(at, words)
         arguments = out, self._logits(0), at, at + 4 * len(first), self.plan.n_vocab
@@ -509,10 +539,15 @@ class CudaExecutor:
         values = Struct(f"<{n_targets}f").unpack(self._stream.read(out, 4 * n_targets))
         return [list(values[start:stop]) for start, stop in pairwise(first)]
 
-    def step_limit(self, n_past: int) -> int:
+    def step_limit(self, n_past: int, n_tokens: int) -> int:
+        n_tokens = min(n_tokens, largest_step(self.plan), self._positions - n_past)
+        if n_tokens <= self._places.token_capacity:
+            return n_tokens
         free, _ = self._dev().memory()
-        a_token = 4 * (self._columns.width + self._columns.selected_width) + self._layout.page_bytes // PAGE
-        return max(LEAST_TOKENS, min(LARGEST_STEP, free // 2 // a_token))
+        held = (self._values, self._inputs, self._tree, self._branches)
+        free += sum(memory.size for memory in held if memory is not None)  # given back when more is asked for
+        limit = step_limit(self._lowering, n_past, self._backed, n_tokens, free // 8 * 7)
+        return max(LEAST_TOKENS, limit)
 
     # Decoding
 
@@ -600,15 +635,17 @@ def _rounded(step: Step) -> Step:
     )
 
 
-def _mask(step: Step) -> bytes:
+def _mask(step: Step) -> bytearray:
     """For every token a word that says whether it sees the cache, then a bit a token of the step that it sees."""
-    size = (len(step.tokens) + 31) // 32 * 4
-    ancestors: list[int] = []
-    sees_cache: list[int] = []
+    n = len(step.tokens)
+    size = 4 * (1 + (n + 31) // 32)
+    mask = bytearray(n * size)
+    rows = memoryview(mask)
     for i, parent in enumerate(step.parents):
-        ancestors.append((ancestors[parent] if parent >= 0 else 0) | 1 << i)
-        sees_cache.append(sees_cache[parent] if parent >= 0 else int(parent != PARENT_NONE))
-    return b"".join(
-        sees.to_bytes(4, "little") + bits.to_bytes(size, "little")
-        for sees, bits in zip(sees_cache, ancestors, strict=True)
-    )
+        at = i * size
+        if parent >= 0:
+            rows[at : at + size] = rows[parent * size : (parent + 1) * size]
+        elif parent != PARENT_NONE:
+            mask[at] = 1
+        mask[at + 4 + i // 8] |= 1 << i % 8
+    return mask

@@ -78,9 +78,7 @@ def blocks(step: Step, n_past: int, n_head: int) -> list[Block]:
     return found
 
 
-def _branches(
-    parents: Sequence[int], n_past: int, start: int, stop: int, sees_state: npt.NDArray[np.bool_]
-) -> Block:
+def _branches(parents: Sequence[int], n_past: int, start: int, stop: int, sees_state: npt.NDArray[np.bool_]) -> Block:
     above: dict[int, list[int]] = {}  # of each token before the block that one of its tokens follows, its line
     for parent in parents[start:stop]:
         if 0 <= parent < start and parent not in above:

@@ -136,7 +136,8 @@ def attention(op: ops.Attention, run: Run) -> Array:
     for block in run.blocks(group):
         rows = slice(block.start, block.stop)
         for h in range(op.n_head_kv):
-            scores = q[rows, h] @ keys[block.columns, h].T * np.float32(op.scale)  # (rows, heads of this group, columns)
+            # (rows, heads of this group, columns)
+            scores = q[rows, h] @ keys[block.columns, h].T * np.float32(op.scale)
             block.hide(scores)
             out[rows, h] = softmax(scores) @ values[block.columns, h]
             run.watch()

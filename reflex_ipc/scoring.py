@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from reflex_ipc.errors import ContextOverflowError, InvalidRequestError, go_on
+from reflex_ipc.errors import ContextOverflowError, InvalidRequestError, Watch, go_on
 from reflex_ipc.plan import PARENT_NONE, PARENT_STATE, PREFILL_CHUNK, Step
 
 if TYPE_CHECKING:
@@ -90,8 +90,14 @@ class Split(NamedTuple):
     neutral: int | None
 
 
-Texts = tuple[list[int], Sequence[str], list[list[int]]]
-"""The prompt's ids, the candidates, and of each the ids of prompt and candidate together."""
+class Texts(NamedTuple):
+    """Prompt and candidates as ids: `before` is what all of them begin with, `prompt` the rest of the prompt's,
+    `wholes` that of each prompt and candidate together."""
+
+    candidates: Sequence[str]
+    before: list[int]
+    prompt: list[int]
+    wholes: list[list[int]]
 
 
 def of_text(
@@ -99,8 +105,11 @@ def of_text(
 ) -> Texts:
     """Raises ContextOverflowError at the first text that `n_ctx` tokens of context cannot hold."""
     tokenizer.check_length(prompt, n_ctx)
+    at = tokenizer.border(prompt)
+    before = tokenizer.encode(prompt[:at], bos=tokenizer.add_bos, poll=poll)
+    rest = prompt[at:]
     return _texts(
-        lambda tail: tokenizer.encode(prompt + tail, bos=tokenizer.add_bos, poll=poll), candidates, join, n_ctx
+        before, lambda tail: tokenizer.encode(rest + tail, bos=False, poll=poll), candidates, join, n_ctx, poll
     )
 
 
@@ -114,40 +123,70 @@ def of_parts(
 ) -> Texts:
     """The same after a rendered chat, in which control tokens are recognised where a part says so."""
     tokenizer.check_length("".join(text for text, _ in parts), n_ctx)
-    return _texts(lambda tail: tokenizer.encode_parts([*parts, (tail, False)], poll), candidates, join, n_ctx)
+    before, rest = _cut(tokenizer, parts)
+    return _texts(
+        tokenizer.encode_parts(before, poll),
+        lambda tail: tokenizer.encode_parts([*rest, (tail, False)], poll),
+        candidates,
+        join,
+        n_ctx,
+        poll,
+    )
 
 
-def _texts(encode: Callable[[str], list[int]], candidates: Sequence[str], join: str, n_ctx: int) -> Texts:
-    ids, texts = encode(""), []
+def _cut(tokenizer: "Tokenizer", parts: Sequence[tuple[str, bool]]) -> tuple[list[tuple[str, bool]], ...]:
+    """The parts before the last border, and those behind."""
+    for i in reversed(range(len(parts))):
+        text, special = parts[i]
+        if at := tokenizer.border(text):
+            return [*parts[:i], (text[:at], special)], [(text[at:], special), *parts[i + 1 :]]
+    return [], list(parts)
+
+
+def _texts(
+    before: list[int],
+    encode: Callable[[str], list[int]],
+    candidates: Sequence[str],
+    join: str,
+    n_ctx: int,
+    poll: Poll | None,
+) -> Texts:
+    watch = Watch(poll)
+    prompt, wholes = encode(""), []
     for i, text in enumerate(candidates):
-        texts.append(encode(join + text))
-        if len(texts[-1]) - 1 > n_ctx:  # the last token is scored, not computed
-            raise ContextOverflowError(
-                f"prompt and candidate {i} have {len(texts[-1]) - 1} tokens, the context holds {n_ctx}"
-            )
-    return ids, candidates, texts
+        watch()
+        wholes.append(encode(join + text))
+        n = len(before) + len(wholes[-1])
+        if n == 0:
+            raise InvalidRequestError(f"candidate {i} has no token in this vocabulary", f"candidates[{i}]")
+        if n - 1 > n_ctx:  # the last token is scored, not computed
+            raise ContextOverflowError(f"prompt and candidate {i} have {n - 1} tokens, the context holds {n_ctx}")
+    return Texts(candidates, before, prompt, wholes)
 
 
-def split(
-    tokenizer: "Tokenizer", ids: list[int], candidates: Sequence[str], texts: list[list[int]], *, end: bool
-) -> Split:
+def split(tokenizer: "Tokenizer", texts: Texts, *, end: bool) -> Split:
     """Raises InvalidRequestError where a token is needed that the file does not name."""
+    candidates, before, prompt, wholes = texts
     if end:
         ending = tokenizer.eot if tokenizer.eot is not None else tokenizer.eos
         if ending is None:
             raise InvalidRequestError("the file names no token that ends a turn", "end")
-        texts = [[*text, ending] for text in texts]
+        wholes = [[*whole, ending] for whole in wholes]
     neutral = next((token for token in (tokenizer.bos, tokenizer.eos, tokenizer.eot) if token is not None), None)
-    n = border(ids, texts)
-    if n == 0 and neutral is None:
+    n = border(prompt, wholes)
+    if n < 0:  # a candidate of no tokens of its own, whose bytes the vocabulary lacks
+        before, prompt, wholes = before[:-1], [before[-1], *prompt], [[before[-1], *whole] for whole in wholes]
+        n = border(prompt, wholes)
+    context = [*before, *prompt[:n]]
+    if not context and neutral is None:
         raise InvalidRequestError(_NO_NEUTRAL)
     return Split(
-        ids[:n] if n or neutral is None else [neutral],
+        context if context or neutral is None else [neutral],
         [
             Tail(text, tuple(whole[n:]), sum(len(tokenizer.token_bytes(token)) for token in whole[n:]))
-            for text, whole in zip(candidates, texts, strict=True)
+            for text, whole in zip(candidates, wholes, strict=True)
         ],
-        len(ids) - n,
+        len(prompt) - n,
         neutral,
     )
 

@@ -29,10 +29,10 @@ _LONG_RUN = 1000
 _LONG_TEXT = 1 << 18  # characters; splitting so many takes some ten milliseconds
 _SEGMENT = 1 << 16
 
-# Between the two characters that one of these finds a text may be cut: its pieces are those of the two parts. No rule has
-# a match that goes on from the first to the second; every rule has a match for the first; what begins at the second does
-# not depend on what is before it; and it composes with nothing. Left out is what some rule has no match for: symbols,
-# letters of other scripts.
+# Between the two characters that one of these finds a text may be cut: its pieces are those of the two parts. No rule
+# has a match that goes on from the first to the second; every rule has a match for the first; what begins at the second
+# does not depend on what is before it; and it composes with nothing. Left out is what some rule has no match for:
+# symbols, letters of other scripts.
 _BORDER = (
     r"[0-9A-Za-z!-#%-*,-/:;?@\[-\]_{}" + "\u0410-\u044f\uac00-\ud7a3](?= )"
     "|[\u4e00-\u9fa5](?=[\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])"

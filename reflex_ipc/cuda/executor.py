@@ -541,7 +541,8 @@ class CudaExecutor:
 
     def step_limit(self, n_past: int, n_tokens: int) -> int:
         n_tokens = min(n_tokens, largest_step(self.plan), self._positions - n_past)
-        if n_tokens <= self._places.token_capacity:
+        has_branches = families.branch_bytes(self.plan, 1) > 0
+        if n_tokens <= (LEAST_TOKENS if has_branches else self._places.token_capacity):
             return n_tokens
         free, _ = self._dev().memory()
         held = (self._values, self._inputs, self._tree, self._branches)

@@ -345,3 +345,37 @@ def test_scores_are_the_references(opened, name: str) -> None:
     for each in (executor, reference):
         each.forward(Step.text([20], 3, [0]))
     assert np.linalg.norm(executor.logits() - reference.logits()) <= BOUND * np.linalg.norm(reference.logits())
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen35", "deepseek3"])
+def test_a_long_steps_scores(opened, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Logits of a few rows at a time, launches a layer at a time, branches that begin tiles away from each other."""
+    monkeypatch.setattr(cuda, "HEAD_ROWS", 7)
+    monkeypatch.setattr(cuda, "LONG_STEP", 4)
+    executor, gguf, fixture = opened(name)
+    reference = ReferenceExecutor(gguf, executor.plan, 1024)
+    reference.reserve(64)
+    for each in (executor, reference):
+        each.forward(Step.text(range(5, 25), 0, []))
+    # 3 tokens more of the text, below them branches of 5, whose last grow another from their middle; then two roots.
+    parents, tokens = [-1, 0, 1], [1, 2, 3]
+    for branch in range(48):
+        at = len(parents)
+        parents += [2 if branch % 3 else PARENT_NONE if branch > 40 else 2, at, at + 1, at + 2, at + 3, at + 1]
+        tokens += [7 * branch + i for i in range(6)]
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0 if parent == PARENT_NONE else 20)
+    rows = list(range(2, len(tokens), 3))
+    step = Step(tokens, depths, parents, rows, 3)
+    targets = [[row, row + 1] for row in rows]
+    asked = []
+    got = executor.score(step, targets, lambda: asked.append(1))  # type: ignore[arg-type, func-returns-value]
+    assert len(asked) > executor.plan.n_layer + len(rows) // 7
+    # The bound of logits, as in tests/gpu/test_model.py.
+    deviation = BOUND * np.sqrt(np.square(fixture["logits"].astype(np.float64)).mean())
+    errors = np.subtract(got, reference.score(step, targets))
+    assert np.sqrt(np.square(errors).mean()) <= np.sqrt(2) * deviation and np.abs(errors).max() <= 4 * deviation
+    for each in (executor, reference):
+        each.forward(Step.text([20], 23, [0]))
+    assert np.linalg.norm(executor.logits() - reference.logits()) <= BOUND * np.linalg.norm(reference.logits())

@@ -12,7 +12,7 @@ from reflex_ipc.environment import usable_cpus
 from reflex_ipc.errors import CancelledError, DeadlineError, InvalidRequestError, Watch, go_on
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.ops import last_uses
-from reflex_ipc.plan import LARGEST_STEP, PREFILL_CHUNK, Plan, Step
+from reflex_ipc.plan import PREFILL_CHUNK, Plan, Step
 from reflex_ipc.reference import memory
 from reflex_ipc.reference.ops import FUNCTIONS, Run, States
 from reflex_ipc.reference.weights import Weights
@@ -110,20 +110,19 @@ class ReferenceExecutor:
             self.reset()
             raise
 
-    def step_limit(self, n_past: int) -> int:
+    def step_limit(self, n_past: int, n_tokens: int) -> int:
         free = memory.available()
-        limit = LARGEST_STEP
-        while limit > PREFILL_CHUNK and free is not None:
-            if memory.estimate(self.plan, n_past + limit, limit).scratch <= free // 2:
+        while n_tokens > PREFILL_CHUNK and free is not None:
+            if memory.estimate(self.plan, n_past + n_tokens, n_tokens).scratch <= free // 2:
                 break
-            limit //= 2
-        return limit
+            n_tokens = max(PREFILL_CHUNK, n_tokens // 2)
+        return n_tokens
 
     def _run(self, step: Step, watch: Watch) -> Run:
         """Everything up to the selection of rows; the state moves on."""
         # Broken weights give infinities and NaN, which the sampler refuses by name; NumPy's warnings help nobody.
         np.seterr(all="ignore")
-        run = Run(step, self._weights, self._states)
+        run = Run(step, self._weights, self._states, watch)
         for op, dead in zip(self._body, self._dead, strict=True):
             run.values[op.out.name] = self._functions[type(op)](op, run)
             for name in dead:

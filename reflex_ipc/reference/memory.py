@@ -15,6 +15,8 @@ _BASE = 160 << 20
 _THREAD_ADDRESSES = 41 << 20
 CONTEXT_STEP = 256
 """The cache grows by this many tokens at a time."""
+SCORES = 1 << 21
+"""Attention scores at once: 8 MiB, some 30 ms of one processor with their exponentials."""
 
 
 class Need(NamedTuple):
@@ -43,10 +45,11 @@ def estimate(plan: Plan, n_ctx: int, n_step: int = PREFILL_CHUNK) -> Need:
     """What the reference executor needs at a context of `n_ctx` tokens, in steps of at most `n_step`."""
     per_token, fixed = plan.state_elements()
     n_step = min(n_ctx, n_step)
-    # Scores of one group of heads, or of one head, before, masked and after the softmax's exponential.
+    # Scores of one group of heads, or of one head, before and after the softmax's exponential; a block of them at once.
     groups = [op.n_head // op.n_head_kv for op in plan.ops if isinstance(op, Attention)]
     groups += [1 for op in plan.ops if isinstance(op, LatentAttention)]
-    scores = 3 * n_step * n_ctx * max(groups, default=0)
+    heads = max(groups, default=0)
+    scores = 3 * max(min(n_step * n_ctx * heads, SCORES), n_ctx * heads)
     return Need(
         weights=4 * sum(t.n_elements for t in plan.resident()),
         cache=4 * (per_token * n_ctx + fixed),

@@ -9,8 +9,8 @@ Three states of the driver, never mixed (what it costs to bring it up depends on
     held          a process keeps the driver initialised (bench/hold.py)
 and two of the page cache: warm (all of the model file is in memory) and cold (none of it is; interpreter and libraries
 stay). Before every start it is seen to that both are so. Contenders are interleaved, each round in another order, and
-the first round is not counted. The clock starts before the process is made and stops at the first byte of the first
-token, and again when the process is gone.
+the first round is not counted (nor waited for, where the state has a gap). The clock starts before the process is made
+and stops at the first byte of the first token, and again when the process is gone.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from measure import ROOT, MeasurementError, summary
 
 
 class State(NamedTuple):
-    gap_s: float  # before each start
+    gap_s: float  # between the end of a start and the next one
     held: bool
 
 
@@ -121,22 +121,38 @@ def users(device: str = DRIVER, proc: str = "/proc") -> dict[int, str]:
     return found
 
 
+class Gate:
+    """Called before each start: it sees to it that the state is what it is called, which MeasurementError denies, and
+    waits until the last start has been over for as long as the state asks for. Whatever is done between two starts is
+    done within that time; `ended` says when it began."""
+
+    def __init__(self, check: Callable[[], None], gap_s: float) -> None:
+        self._check = check
+        self._gap_s = gap_s
+        self.ended()
+
+    def __call__(self) -> None:
+        self._check()
+        time.sleep(max(0.0, self._last + self._gap_s - time.monotonic()))
+
+    def ended(self) -> None:
+        self._last = time.monotonic()
+
+
 @contextmanager
-def in_state(name: str, holder: Sequence[str] | None = None, device: str = DRIVER) -> Iterator[Callable[[], None]]:
-    """Bring a state about. What is yielded is called before each start: it waits as long as the state asks for and
-    raises MeasurementError where the state is not what it is called."""
+def in_state(name: str, holder: Sequence[str] | None = None, device: str = DRIVER) -> Iterator[Gate]:
+    """Bring a state about."""
     state = STATES[name]
     process: subprocess.Popen[bytes] | None = None
 
     def others() -> dict[int, str]:
         return {pid: comm for pid, comm in users(device).items() if process is None or pid != process.pid}
 
-    def before() -> None:
+    def check() -> None:
         if process is not None and process.poll() is not None:
             raise MeasurementError(f"the process that holds the driver ended with {process.returncode}")
         if found := others():
             raise MeasurementError(f"state {name}: other processes have the driver open: {found}")
-        time.sleep(state.gap_s)
 
     if found := others():
         raise MeasurementError(f"state {name}: other processes have the driver open: {found}")
@@ -149,7 +165,7 @@ def in_state(name: str, holder: Sequence[str] | None = None, device: str = DRIVE
             process.wait()
             raise MeasurementError("state held: the driver could not be initialised")
     try:
-        yield before
+        yield Gate(check, state.gap_s)
     finally:
         if process is not None:
             process.kill()
@@ -221,7 +237,7 @@ def rounds(
     """
     active = list(found)
     runs: dict[int, list[Run]] = {id(cell): [] for cell in found}
-    with in_state(state, holder) as before:
+    with in_state(state, holder) as gate:
         longest = 0.0
         for number in range(-1 if discard else 0, n):
             began = time.monotonic()
@@ -230,22 +246,27 @@ def rounds(
             if began + longest > until:
                 names = ", ".join(cell.label for cell in active)
                 why = f"{state}, {cache} cache: {max(number, 0)} of {n} rounds, then the time was up"
-                absent.append({"contender": f"{names}: {os.path.basename(active[0].fields['model'])}", "why": why})
+                file = os.path.basename(active[0].fields["model"])
+                absent.append({"contender": f"{names}: {file}", "why": why, "of": f"{state}, {cache}, {file}"})
                 break
             turn = number % len(active)
             for cell in active[turn:] + active[:turn]:
                 model = cell.fields["model"]
                 (measure.make_cold if cache == "cold" else measure.make_warm)(model)
-                before()
+                if number >= 0:
+                    gate()
                 try:
                     run = cell.launch()
                 except Failed as failure:
                     absent.append({"contender": cell.label, "why": f"{state}, {cache} cache: {failure}"})
                     active.remove(cell)
                     continue
+                finally:
+                    gate.ended()
                 if number >= 0:
                     runs[id(cell)].append(run)
-            longest = max(longest, time.monotonic() - began)
+            waited = STATES[state].gap_s * len(active) if number < 0 else 0.0  # which the next round will
+            longest = max(longest, time.monotonic() - began + waited)
     return [_row(cell, state, cache, runs[id(cell)]) for cell in active if runs[id(cell)]]
 
 

@@ -12,11 +12,9 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-WARM = 2  # rounds
 SHAPES = {"0.8B": (16, 16, 18), "9B": (16, 32, 24), "27B": (16, 48, 48)}  # key heads, value heads, layers; d is 128
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 CHECKED = (1, 2, 33, 300)
@@ -39,6 +37,7 @@ def options() -> argparse.Namespace:
 given = options()
 sys.path[:0] = [str(given.root.resolve()), str(ROOT / "tests")]
 
+import layers  # noqa: E402
 import measure  # noqa: E402
 import numpy as np  # noqa: E402
 from delta_reference import KERNEL, Data, Net, expected  # noqa: E402
@@ -47,23 +46,17 @@ from reflex_ipc.cuda import families, launch  # noqa: E402
 from reflex_ipc.cuda.device import Device, start_driver  # noqa: E402
 from reflex_ipc.cuda.fuse import Group  # noqa: E402
 from reflex_ipc.cuda.launch import Kernels, Launch  # noqa: E402
-from reflex_ipc.cuda.lower import _GROUPS, Lowering  # noqa: E402
-from reflex_ipc.cuda.places import Places, Shape  # noqa: E402
+from reflex_ipc.cuda.lower import _GROUPS  # noqa: E402
+from reflex_ipc.cuda.places import Shape  # noqa: E402
 from reflex_ipc.ops import DeltaRule, Value  # noqa: E402
 
 
-class Layers(Lowering):
+class Delta(layers.Layers):
     """Delta nets of one shape, with room for `n_most` tokens; all have the same weights and inputs."""
 
     def __init__(self, device: Device, kernels: Kernels, net: Net, n_layer: int, n_most: int) -> None:
         self.net, self.group, self.n_layer = net, net.group(), n_layer
-        self.device = device
-        self.address: dict[str, int] = {}
-        self.memory: list[Any] = []
-        super().__init__(
-            device, kernels, device.stream(), net.plan(), [], None, Places(), lambda name: self.address[name]
-        )
-        self.is_dependent = self.can_depend
+        super().__init__(device, kernels, net.plan())
         values = {value.name: value.width for op in self.group.parts for value in (op.out, *self._read(op))}
         for name, width in values.items():
             self.take(name, 4 * width * n_most)
@@ -77,26 +70,13 @@ class Layers(Lowering):
         self.sizes = {"tail": 4 * (KERNEL - 1) * net.width, "matrices": 4 * net.n_head_v * net.d * net.d}
         for layer in range(n_layer):
             for name, size in self.sizes.items():
-                self.stream.fill(self.take(f"{name} {layer}", 2 * size), 0, 2 * size)
+                self.take(f"{name} {layer}", 2 * size)
         self.places.control = self.take("control", 64)
         self.places.scratch = self.take("scratch", families.scratch_bytes(self.plan, n_most))
 
     @staticmethod
     def _read(op: Any) -> list[Value]:
         return [field for field in op if isinstance(field, Value)]
-
-    def take(self, name: str, size: int) -> int:
-        memory = self.device.allocate(size, name)
-        self.memory.append(memory)
-        self.address[name] = memory.address
-        return int(memory.address)
-
-    def close(self) -> None:
-        for memory in self.memory:
-            memory.close()
-
-    def at(self, value: Value) -> int:
-        return self.address[value.name]
 
     def feed(self, data: Data) -> None:
         """Weights, inputs, and every layer's state before."""
@@ -124,27 +104,6 @@ class Layers(Lowering):
             for group in groups:
                 yield from self.launches_of(group, shape)
 
-    def microseconds(self, how: str, n: int) -> float:
-        """Of a layer."""
-        launches = list(self.launches_as(how, n))
-        with self.stream.capture() as capture:
-            for each in launches:
-                each()
-        graph = capture.graph.instantiate()
-        capture.graph.close()
-        times = []
-        for _ in range(WARM + given.rounds):
-            before, after = (self.device.event(timing=True) for _ in range(2))
-            before.record(self.stream)
-            graph.launch(self.stream)
-            after.record(self.stream)
-            after.synchronize()
-            times.append(after.milliseconds_since(before))
-            before.close()
-            after.close()
-        graph.close()
-        return 1e3 * median(times[WARM:]) / self.n_layer
-
     def errors(self, how: str, n: int, wanted: "tuple[np.ndarray, np.ndarray]") -> tuple[float, float]:
         """Of the outputs and of the matrices, of the last layer."""
         last = self.address[f"matrices {self.n_layer - 1}"] + self.sizes["matrices"]
@@ -168,20 +127,22 @@ def main() -> int:
     for model in given.shapes:
         n_head_k, n_head_v, n_layer = SHAPES[model]
         net = Net(n_head_k, n_head_v, 128)
-        layers = Layers(device, kernels, net, given.layers or n_layer, max(*given.counts, *given.checked, 1))
+        delta = Delta(device, kernels, net, given.layers or n_layer, max(*given.counts, *given.checked, 1))
         for n in given.checked:
             data = Data(net, n)
-            layers.feed(data)
-            layers.begin(n)
+            delta.feed(data)
+            delta.begin(n)
             outputs, _, matrices = expected(net, data, list(range(-1, n - 1)), n)
             for how in ways[:-1]:
-                out, state = layers.errors(how, n, (outputs, matrices))
+                out, state = delta.errors(how, n, (outputs, matrices))
                 rows.append({"model": model, "n": n, "how": how, "error_out": out, "error_state": state})
-        layers.feed(Data(net, max(given.counts)))
+        delta.feed(Data(net, max(given.counts)))
         for n in given.counts:
-            layers.begin(n)
-            rows += [{"model": model, "n": n, "how": how, "us": layers.microseconds(how, n)} for how in ways]
-        layers.close()
+            delta.begin(n)
+            for how in ways:
+                us = delta.microseconds(delta.launches_as(how, n), delta.n_layer, given.rounds)
+                rows.append({"model": model, "n": n, "how": how, "us": us})
+        delta.close()
     given.out.mkdir(parents=True, exist_ok=True)
     measure.save(given.out / "delta.json", measure.document("delta", {"root": str(given.root), "rows": rows}))
     for row in rows:

@@ -1,17 +1,21 @@
 """Everything on a machine with a GPU, in one call and within a time limit: build, model files, all measurements.
 
     python bench/device.py OUT                                in about 8 minutes
-    python bench/device.py OUT --only idle --models qwen3-8b  that state and shape alone, with all its runs
+    python bench/device.py OUT --only idle --models qwen3-8b --n 20 --limit 500
     python bench/device.py docs/benchmarks && make bench-report
 
 Writes JSON under OUT, a file for each measurement, each as soon as it is done, and prints a short table last. Kernels
-are built first; model files are made meanwhile and kept. The idle state comes last, because each of its starts waits
-for 5 seconds, and 20 runs of a shape beside the floor take 4 minutes: each shape gets its share of the time that is
-left, rows say how many runs that was, and what was cut is listed as not run.
+are built first; model files are made meanwhile and kept. `--plan` prints what each part will take and does nothing.
+
+Where one call is too short for everything, `--only` and `--models` share it out among several, on machines that may be
+gone between them; bench/collect.py puts the results of all into one folder. The idle state comes last, because each of
+its starts waits for 5 seconds, and 20 runs of a shape beside the floor take 4 minutes: each shape gets its share of the
+time that is left, rows say how many runs that was, and what was cut is listed as not run.
 """
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -26,28 +30,32 @@ import energy
 import measure
 import models
 import nvml
+import times
 from coldstart import Cell
 from measure import ROOT, MeasurementError
 
 MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b")
-LARGE = 10e9  # bytes; larger files come last, and not cold: the disk would take all the time
-PARTS = ("back-to-back", "held", "cold", "timeline", "warm", "stdio", "energy", "large", "idle")
+LARGE = 10e9  # bytes; larger files come behind the others, and get the parts below unless some were asked for
+LARGE_PARTS = ("back-to-back", "held", "warm")
+PARTS = ("back-to-back", "held", "cold", "timeline", "warm", "stdio", "energy", "idle")
 TOOLS = {
     "timeline": ("--runs", "7"),
     "warm": ("--prefill", "512", "--depths", "128", "4096", "--score", "32", "512", "--repeat", "3"),
     "stdio": (),
 }
 """Instruments that are run as they are, and their options."""
+MARGIN = 100 << 20  # of the disk, besides a file's weights
 PROMPTS = (5, 512)
 N, N_COLD = 20, 3
 ENERGY = (20, 10.0, 4.0)  # starts and seconds of a batch, at least; seconds of idle power
 
 
 class Session:
-    """One call: what is measured, where it goes, how much time is left."""
+    """One call: what is measured, where it goes, how much time is left, how many starts of each are wanted."""
 
-    def __init__(self, out: Path, limit_s: float) -> None:
+    def __init__(self, out: Path, limit_s: float, n: int = N) -> None:
         self.out = out
+        self.n = n
         self.began = time.monotonic()
         self.until = self.began + limit_s
         self.texts: list[str] = []
@@ -87,12 +95,12 @@ class Session:
         self.save(name, "coldstart", rows)
         self.texts.append(coldstart.render(rows))
 
-    def energy(self, found: Sequence[Cell]) -> None:
+    def energy(self, name: str, found: Sequence[Cell]) -> None:
         with nvml.Device() as device:
             counter = energy.Counter(device.joules)
             n, seconds, idle_s = ENERGY
             rows = energy.measure_cells(found, counter, n, seconds, idle_s, self.absent, self.until)
-        self.save("energy", "energy", rows)
+        self.save(name, "energy", rows)
         self.texts.append(energy.render(rows))
 
     def tool(self, tool: str, name: str, model: Path, *options: str) -> None:
@@ -112,26 +120,29 @@ def build(target: str) -> str:
     return (result.stdout + result.stderr).strip() if result.returncode == 0 else f"FAILED: {result.stderr.strip()}"
 
 
-def make(session: Session, folder: Path, names: Sequence[str]) -> dict[str, Path]:
-    """The model files, made where they are not there yet."""
-    found = {}
-    for name in names:
-        path = folder / f"{name}-Q4_K_M.gguf"
-        if not path.exists():
-            began = time.monotonic()
-            size = models.make(path, name)
-            with open(path, "rb") as file:
-                os.fsync(file)  # or writing it would go on while starts are measured
-            print(f"{path.name}: {size / 1e9:.2f} GB, {size / 1e9 / (time.monotonic() - began):.2f} GB/s", flush=True)
-        session.entries[path.name] = measure.model_entry(path)
-        found[name] = path
-    return found
+def make(session: Session, folder: Path, name: str) -> Path:
+    """A model file, made where it is not there yet. MeasurementError where the disk is too small for it."""
+    path = folder / f"{name}-Q4_K_M.gguf"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        needed, free = models.size(name) + MARGIN, shutil.disk_usage(folder).free
+        if needed > free:
+            raise MeasurementError(f"{path.name} takes {needed / 1e9:.1f} GB; {folder} has {free / 1e9:.1f}")
+        began = time.monotonic()
+        size = models.make(path, name)
+        with open(path, "rb") as file:
+            os.fsync(file)  # or writing it would go on while starts are measured
+        print(f"{path.name}: {size / 1e9:.2f} GB, {size / 1e9 / (time.monotonic() - began):.2f} GB/s", flush=True)
+    session.entries[path.name] = measure.model_entry(path)
+    return path
 
 
-def first_starts(session: Session, name: str, model: Path, ready: Sequence[Any]) -> None:
+def first_starts(
+    session: Session, name: str, model: Path, ready: Sequence[Any], prompts: Sequence[int] = PROMPTS
+) -> None:
     """Choose prompts that are answered with a token that has text, where there are some, by trying them."""
     for variant in range(8):
-        found = session.cells[name] = coldstart.cells(ready, str(model), PROMPTS, variant)
+        found = session.cells[name] = coldstart.cells(ready, str(model), prompts, variant)
         try:
             for cell in found:
                 cell.launch()
@@ -142,41 +153,53 @@ def first_starts(session: Session, name: str, model: Path, ready: Sequence[Any])
                 return
 
 
-def run(
-    session: Session, parts: Sequence[str], files: dict[str, Path], small: Sequence[str], ready: Sequence[Any]
-) -> None:
-    """The parts, what matters most first."""
-    for name in small:
-        session.part(f"first starts, {name}", first_starts, session, name, files[name], ready)
-    every = [cell for name in small for cell in session.cells.get(name, [])]
+def run(session: Session, parts: Sequence[str], names: Sequence[str], files: dict[str, Path], more: str = "") -> None:
+    """The parts, of these models together. `more` distinguishes the names of the files they go to."""
+    of = more.replace("-", ", ", 1)
+    every = [cell for name in names for cell in session.cells.get(name, [])]
     short = [cell for cell in every if cell.prompt_tokens in (None, min(PROMPTS))]
     for state in ("back-to-back", "held"):
         if state in parts:
-            session.part(state, session.starts, f"coldstart-{state}", every, state, "warm", N)
+            out = f"coldstart-{state}{more}"
+            session.part(f"{state}{of}", session.starts, out, every, state, "warm", session.n)
     if "cold" in parts:
-        session.part("cold", session.starts, "coldstart-cold", short, "back-to-back", "cold", N_COLD)
-    for part in ("timeline", "warm", "stdio"):
+        session.part(f"cold{of}", session.starts, f"coldstart-cold{more}", short, "back-to-back", "cold", N_COLD)
+    for part in TOOLS:
         if part in parts:
-            for name in small:
+            for name in names:
                 session.part(f"{part}, {name}", session.tool, part, name, files[name], *TOOLS[part])
     if "energy" in parts:
-        session.part("energy", session.energy, short)
-    if "large" in parts:
-        for name in (name for name in files if name not in small):
-            large(session, name, files[name], ready)
-    if "idle" in parts:
-        for i, name in enumerate(small):
-            found = [cell for cell in short if cell in session.cells.get(name, [])]
-            share = session.left() / (len(small) - i)
-            session.part(f"idle, {name}", session.starts, f"coldstart-idle-{name}", found, "idle", "warm", N, share)
+        session.part(f"energy{of}", session.energy, f"energy{more}", short)
 
 
-def large(session: Session, name: str, model: Path, ready: Sequence[Any]) -> None:
-    session.part(f"first starts, {name}", first_starts, session, name, model, ready)
-    for state in ("back-to-back", "held"):
-        out, found = f"coldstart-{state}-{name}", session.cells.get(name, [])
-        session.part(f"{state}, {name}", session.starts, out, found, state, "warm", N)
-    session.part(f"warm, {name}", session.tool, "warm", name, model, *TOOLS["warm"])
+def idle(session: Session, names: Sequence[str]) -> None:
+    for i, name in enumerate(names):
+        found = [cell for cell in session.cells.get(name, []) if cell.prompt_tokens in (None, min(PROMPTS))]
+        share = session.left() / (len(names) - i)
+        out = f"coldstart-idle-{name}"
+        session.part(f"idle, {name}", session.starts, out, found, "idle", "warm", session.n, share)
+
+
+def plan(parts: Sequence[str], large_parts: Sequence[str], names: Sequence[str], n: int) -> str:
+    """What each part of each model will take, in seconds, with the floor and reflex as contenders."""
+    body, total = [], 0.0
+    for name in names:
+        size = models.size(name)
+        takes = {"file": times.making(size), "first starts": times.starts(size, 0, 3)}
+        for part in parts if size < LARGE else large_parts:
+            if part in ("back-to-back", "held"):
+                takes[part] = times.starts(size, n, 3)
+            elif part == "idle":
+                takes[part] = times.starts(size, n, 2, coldstart.STATES["idle"].gap_s)
+            elif part == "energy":
+                takes[part] = 2 * (ENERGY[1] + ENERGY[2] + 2 * energy.SETTLE_S + 2)
+            elif part == "cold":
+                takes[part] = 2 * N_COLD * (1 + size / times.WRITTEN)
+            else:
+                takes[part] = times.warm(size) if part == "warm" else times.TOOL_S
+        total += sum(takes.values())
+        body += [[f"{name}: {part}", f"{seconds:.0f}"] for part, seconds in takes.items()]
+    return measure.table(["", "seconds"], [*body, ["all of it, kernels built", f"{total:.0f}"]])
 
 
 def main() -> int:
@@ -185,25 +208,41 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=460, metavar="S", help="seconds in all (460)")
     parser.add_argument("--only", action="append", choices=PARTS, help="repeatable; all by default")
     parser.add_argument("--models", nargs="+", choices=models.SHAPES, default=MODELS)
+    parser.add_argument("--n", type=int, default=N, help=f"starts that count, of each ({N})")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "bench", help="of the model files")
     parser.add_argument("--target", default="sm_90a", help="of the kernels; none builds none (sm_90a)")
     parser.add_argument("--binary", action="append", default=[], metavar="NAME=PATH", help="of other engines")
+    parser.add_argument("--plan", action="store_true", help="print what each part will take, and end")
     options = parser.parse_args()
-    session, parts = Session(options.out, options.limit), options.only or PARTS
-    with ThreadPoolExecutor(1) as builder:
-        built = builder.submit(build, options.target) if options.target != "none" else None
-        files = make(session, options.folder, options.models)
-        if built is not None:
-            print(f"kernels: {built.result()}", flush=True)
-    print(f"ready after {time.monotonic() - session.began:.0f} s", flush=True)
+    parts, large_parts = options.only or PARTS, options.only or LARGE_PARTS
+    if options.plan:
+        print(plan(parts, large_parts, options.models, options.n))
+        return 0
+    session = Session(options.out, options.limit, options.n)
+    files: dict[str, Path] = {}
     try:
+        with ThreadPoolExecutor(1) as builder:
+            built = builder.submit(build, options.target) if options.target != "none" else None
+            for name in options.models:
+                files[name] = make(session, options.folder, name)
+            if built is not None:
+                print(f"kernels: {built.result()}", flush=True)
+        print(f"ready after {time.monotonic() - session.began:.0f} s", flush=True)
         binaries = dict(pair.split("=", 1) for pair in options.binary)
         ready, session.absent = contenders.locate(contenders.read(), binaries, options.folder)
     except MeasurementError as error:
         sys.stderr.write(f"device: {error}\n")
         return 1
     small = [name for name in files if session.entries[files[name].name]["bytes"] < LARGE]
-    run(session, parts, files, small, ready)
+    large = [name for name in files if name not in small]
+    for name in small:
+        session.part(f"first starts, {name}", first_starts, session, name, files[name], ready)
+    run(session, parts, small, files)
+    for name in large:
+        session.part(f"first starts, {name}", first_starts, session, name, files[name], ready)
+        run(session, large_parts, [name], files, f"-{name}")
+    if "idle" in parts:
+        idle(session, small if "idle" not in large_parts else list(files))
     for text in filter(None, session.texts):
         print(f"\n{text}")
     for each in dict.fromkeys((e["contender"], e["why"]) for e in session.absent):

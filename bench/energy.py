@@ -113,7 +113,7 @@ def measure_cells(
     None is begun that would take until after `until` (CLOCK_MONOTONIC).
     """
     rows, longest = [], seconds + idle_s + 2 * SETTLE_S
-    with coldstart.in_state("back-to-back") as before:
+    with coldstart.in_state("back-to-back") as gate:
         time.sleep(SETTLE_S)
         idle_before = counter.power(idle_s)
         for cell in found:
@@ -122,7 +122,7 @@ def measure_cells(
                 absent.append({"contender": cell.label, "why": "energy: no time was left"})
                 continue
             measure.make_warm(cell.fields["model"])
-            before()
+            gate()
             try:
                 cell.launch()  # not counted
                 time.sleep(SETTLE_S)

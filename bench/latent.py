@@ -12,7 +12,6 @@ import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,32 +37,29 @@ def options() -> argparse.Namespace:
 given = options()
 sys.path[:0] = [str(ROOT)]
 
+import layers  # noqa: E402
 import measure  # noqa: E402
 
 from reflex_ipc.cuda import families, launch  # noqa: E402
 from reflex_ipc.cuda.device import Device, start_driver  # noqa: E402
 from reflex_ipc.cuda.launch import Kernels, Launch  # noqa: E402
-from reflex_ipc.cuda.lower import Lowering  # noqa: E402
-from reflex_ipc.cuda.places import Places, Shape  # noqa: E402
+from reflex_ipc.cuda.places import Shape  # noqa: E402
 from reflex_ipc.gguf import TYPES, Tensor  # noqa: E402
 from reflex_ipc.ops import LatentAttention, Value  # noqa: E402
 from reflex_ipc.plan import Plan  # noqa: E402
 
 
-class Layers(Lowering):
+class Latent(layers.Layers):
     """Latent attention of one form, with room for `n_most` tokens; all layers have the same inputs."""
 
     def __init__(self, device: Device, kernels: Kernels, form: str, n_most: int) -> None:
-        self.device = device
-        self.address: dict[str, int] = {}
-        self.memory: list[Any] = []
         out, q, latent = (
             Value(*pair)
             for pair in (("out", N_HEAD * D_V), ("q", N_HEAD * (D_NOPE + D_ROPE)), ("latent", RANK + D_ROPE))
         )
         types = {kind.name: kind for kind in TYPES.values()}
         tensors: dict[str, Tensor] = {}
-        layers = []
+        made = []
         for i in range(given.layers):
             for name, (kind, ne) in FORMS[form].items():
                 n = -(-ne[0] // types[kind].block) * types[kind].size
@@ -72,34 +68,18 @@ class Layers(Lowering):
                 tensors[f"{i}.{name}"] = Tensor(f"{i}.{name}", types[kind], ne, 0, 0, n)
             names = tuple(f"{i}.{name}" for name in FORMS[form])
             scale = (D_NOPE + D_ROPE) ** -0.5
-            layers.append(LatentAttention("out", out, q, latent, f"{i}.state", names, N_HEAD, RANK, scale))
-        plan = Plan("bench", tuple(layers), (), tensors, out, 1, 1, 1, 1, ())
-        super().__init__(device, kernels, device.stream(), plan, [], None, Places(), lambda name: self.address[name])
-        self.is_dependent = self.can_depend
+            made.append(LatentAttention("out", out, q, latent, f"{i}.state", names, N_HEAD, RANK, scale))
+        super().__init__(device, kernels, Plan("bench", tuple(made), (), tensors, out, 1, 1, 1, 1, ()))
         for value in (out, q, latent):
             self.take(value.name, 4 * value.width * n_most, BYTE)
         for name, tensor in tensors.items():
             self.take(name, tensor.nbytes + 16, BYTE)
         p = self.places
-        p.control = self.take("control", 64, 0)
-        p.scratch = self.take("scratch", families.scratch_bytes(plan, n_most), 0)
-        p.cache = self.take("cache", self.layout.page_bytes * self.layout.pages(n_most), 0)
-        p.heads = self.take("heads", 4 * N_HEAD, 0)
+        p.control = self.take("control", 64)
+        p.scratch = self.take("scratch", families.scratch_bytes(self.plan, n_most))
+        p.cache = self.take("cache", self.layout.page_bytes * self.layout.pages(n_most))
+        p.heads = self.take("heads", 4 * N_HEAD)
         self.stream.to_device(p.heads, struct.pack(f"<{N_HEAD}f", *range(N_HEAD)))
-
-    def take(self, name: str, size: int, byte: int) -> int:
-        memory = self.device.allocate(size, name)
-        self.memory.append(memory)
-        self.stream.fill(memory.address, byte, size)
-        self.address[name] = memory.address
-        return int(memory.address)
-
-    def close(self) -> None:
-        for memory in self.memory:
-            memory.close()
-
-    def at(self, value: Value) -> int:
-        return self.address[value.name]
 
     def launches_as(self, what: str, n: int) -> "Iterator[Launch]":
         for op in self.plan.ops:
@@ -108,37 +88,18 @@ class Layers(Lowering):
                     break
                 yield each
 
-    def microseconds(self, what: str, n: int) -> float:
-        """Of a layer."""
-        launches = list(self.launches_as(what, n))
-        with self.stream.capture() as capture:
-            for each in launches:
-                each()
-        graph = capture.graph.instantiate()
-        capture.graph.close()
-        times = []
-        for _ in range(ROUNDS + 2):
-            before, after = (self.device.event(timing=True) for _ in range(2))
-            before.record(self.stream)
-            graph.launch(self.stream)
-            after.record(self.stream)
-            after.synchronize()
-            times.append(after.milliseconds_since(before))
-            before.close()
-            after.close()
-        graph.close()
-        return 1e3 * median(times[2:]) / given.layers
-
 
 def main() -> int:
     device = start_driver(0, given.library).wait()
     kernels = Kernels(device, given.kernels or launch.LIB)
     rows: list[dict[str, Any]] = []
     for form in FORMS:
-        layers = Layers(device, kernels, form, max(given.counts))
+        latent = Latent(device, kernels, form, max(given.counts))
         for n in given.counts:
-            rows += [{"form": form, "n": n, "what": w, "us": layers.microseconds(w, n)} for w in ("keys", "whole")]
-        layers.close()
+            for what in ("keys", "whole"):
+                us = latent.microseconds(latent.launches_as(what, n), given.layers, ROUNDS)
+                rows.append({"form": form, "n": n, "what": what, "us": us})
+        latent.close()
     given.out.mkdir(parents=True, exist_ok=True)
     measure.save(given.out / "latent.json", measure.document("latent", {"rows": rows}))
     print(f"{'µs a layer':<12}" + "".join(f"{form + ' ' + w:>16}" for form in FORMS for w in ("keys", "whole")))

@@ -296,6 +296,11 @@ def make(
     )  # fmt: skip
 
 
+def size(name: str, mix: str = "Q4_K_M") -> int:
+    """Bytes of a file's weights, which is all but some megabytes of it."""
+    return sum(tensor.nbytes for tensor in tensors(SHAPES[name], mix))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, description="Write a model of a real shape.")
     parser.add_argument("out", type=Path)

@@ -37,7 +37,7 @@ _CACHES = {"warm": "all of the model file in memory", "cold": "none of the model
 
 def page(documents: Sequence[Mapping[str, Any]], plots: str) -> tuple[str, dict[str, str]]:
     """(the page, plots by file name). `plots` is the folder the page finds them in."""
-    _one_origin(documents)
+    one_origin(documents)
     compare.by_key(documents)  # refuses doubles
     rows = {kind: [r for d in documents if d["kind"] == kind for r in d["rows"]] for kind in ("coldstart", "energy")}
     pictures: dict[str, str] = {}
@@ -62,7 +62,8 @@ def page(documents: Sequence[Mapping[str, Any]], plots: str) -> tuple[str, dict[
     return text.replace("(plot:", f"({plots}/"), pictures
 
 
-def _one_origin(documents: Sequence[Mapping[str, Any]]) -> None:
+def one_origin(documents: Sequence[Mapping[str, Any]]) -> None:
+    """MeasurementError where results do not belong on one page."""
     for what, of in (
         ("machines", lambda d: (d["machine"]["gpu"], d["machine"]["cpu"])),
         ("states of the sources", lambda d: d["source"]["sources_sha256"]),

@@ -3,7 +3,8 @@
 //
 // Token t of the step, at cache position past + t, sees the positions before `past` and its ancestors in the step: where
 // `mask` is null, all tokens of the step up to itself. Otherwise mask (T, 1 + ceil(T/32)) words: the first is 0 for a
-// token that doesn't see the cache before the step, bit s of the others says whether t sees token s.
+// token that doesn't see the cache before the step, bit s of the others says whether t sees token s, which is t or before
+// it. Tiles of a tree that no row sees are not read: of a large one that is most of them.
 //
 // The rows of a tile are (token, head) pairs of one key head's group, so that short steps fill tiles and keys are read
 // once a group. Grid (ceil(T * group / ROWS), n_head_kv), ROWS / 16 warps. WIDTH is d and d_v rounded up to what is
@@ -85,7 +86,7 @@ __device__ __forceinline__ void attend(const Prefill &a) {
     int row0 = blockIdx.x * ROWS, n_rows = a.n_tokens * group, past = *a.past;
     int last_token = min(row0 + ROWS, n_rows) - 1;
     last_token /= group;
-    int end = past + (a.mask ? a.n_tokens : last_token + 1);  // positions that some row of the tile may see
+    int end = past + last_token + 1;  // positions that some row of the tile may see
 
     // q, scaled to below 2^14. A short step waits for memory here and little else: several rows are asked for at once.
     constexpr int QUADS = (WIDTH + 4 * WARP - 1) / (4 * WARP), AT_ONCE = 8 / QUADS;
@@ -143,6 +144,14 @@ __device__ __forceinline__ void attend(const Prefill &a) {
         for (int i = 0; i < 4; i++) out[j][i] = 0.0f;
 
     for (int start = 0; start < end; start += COLUMNS) {
+        if (a.mask) {  // the four lanes of a row look at a word each of the three that a tile may touch
+            int word = max(start - past, 0) / 32 + lane % 4;
+            bool sees = false;
+            // Rows that are not there have the mask of the step's first token: at worst a tile is read for nothing.
+            if (start < past) sees = masks[0][0] | masks[1][0];
+            if (32 * word < min(start + COLUMNS, end) - past) sees |= (masks[0][1 + word] | masks[1][1 + word]) != 0;
+            if (!__syncthreads_or(sees)) continue;
+        }
         Share<WIDTH, COLUMNS, THREADS> keys, values;
         keys.load(c, kv, true, start, end);
         constexpr bool EARLY = WIDTH <= 128;  // as far as registers suffice

@@ -102,15 +102,15 @@ extern "C" __global__ void route(const __grid_constant__ Route a) {
 }
 
 struct Grouping {
-    int *expert;       // of each tile, -1 for those that nobody needed
-    int *slots;        // (n_tiles, width): slot t * n_used + k of a token's k-th choice, -1 where a tile is not full
+    int4 *tiles;       // (n_tiles): expert, first place in `slots`, number of slots; all 0 for those that nobody needed
+    int *slots;        // (n_slots) in order of their experts: slot t * n_used + k is a token's k-th choice
     const float *ids;  // of token t from ids[t * stride] on
     int stride, n_used, n_slots, n_expert;
     int width, n_tiles;
 };
 
-// Slots sorted by expert, each expert's padded to whole tiles, for grouped.cuh. Which of an expert's places a slot gets
-// depends on timing, what is computed for it does not. One block of 1024 threads; shared: 2 n_expert ints.
+// Slots sorted by expert, and each expert's cut into tiles of up to `width`, for grouped.cuh. Which of an expert's places
+// a slot gets depends on timing, what is computed for it does not. One block of 1024 threads; shared: 2 n_expert ints.
 extern "C" __global__ void __launch_bounds__(1024) group_experts(const __grid_constant__ Grouping a) {
     extern __shared__ int4 memory[];
     int *counts = (int *)memory, *next = counts + a.n_expert;
@@ -123,26 +123,27 @@ extern "C" __global__ void __launch_bounds__(1024) group_experts(const __grid_co
     };
     for (int slot = threadIdx.x; slot < a.n_slots; slot += blockDim.x) atomicAdd(&counts[expert_of(slot)], 1);
     __syncthreads();
-    if (threadIdx.x < WARP) {  // next = tiles of the experts before
-        int before = 0;
+    if (threadIdx.x < WARP) {  // how many slots and tiles the experts before have
+        int slots = 0, tiles = 0;
         for (int start = 0; start < a.n_expert; start += WARP) {
-            int e = start + threadIdx.x, tiles = e < a.n_expert ? (counts[e] + a.width - 1) / a.width : 0, sum = tiles;
+            int e = start + threadIdx.x, count = e < a.n_expert ? counts[e] : 0;
+            int own = (count + a.width - 1) / a.width, to_slot = count, to_tile = own;
 #pragma unroll
             for (int lanes = 1; lanes < WARP; lanes *= 2) {
-                int other = __shfl_up_sync(~0u, sum, lanes);
-                if (threadIdx.x >= lanes) sum += other;
+                int slot = __shfl_up_sync(~0u, to_slot, lanes), tile = __shfl_up_sync(~0u, to_tile, lanes);
+                if (threadIdx.x >= lanes) {
+                    to_slot += slot;
+                    to_tile += tile;
+                }
             }
-            if (e < a.n_expert) next[e] = before + sum - tiles;
-            before += __shfl_sync(~0u, sum, WARP - 1);
+            int first = slots + to_slot - count, tile = tiles + to_tile - own;
+            if (e < a.n_expert) next[e] = first;
+            for (int i = 0; i < count; i += a.width)
+                a.tiles[tile++] = make_int4(e, first + i, min(a.width, count - i), 0);
+            slots += __shfl_sync(~0u, to_slot, WARP - 1);
+            tiles += __shfl_sync(~0u, to_tile, WARP - 1);
         }
-        for (int tile = before + threadIdx.x; tile < a.n_tiles; tile += WARP) a.expert[tile] = -1;
-    }
-    __syncthreads();
-    for (int e = threadIdx.x; e < a.n_expert; e += blockDim.x) {
-        int tile = next[e], end = tile + (counts[e] + a.width - 1) / a.width;
-        for (int i = tile * a.width + counts[e]; i < end * a.width; i++) a.slots[i] = -1;
-        next[e] = tile * a.width;
-        for (; tile < end; tile++) a.expert[tile] = e;
+        for (int tile = tiles + threadIdx.x; tile < a.n_tiles; tile += WARP) a.tiles[tile] = make_int4(0, 0, 0, 0);
     }
     __syncthreads();
     for (int slot = threadIdx.x; slot < a.n_slots; slot += blockDim.x)

@@ -39,9 +39,10 @@ struct Stage {
   static constexpr int bytes = columns / W::block_elements * W::block_bytes;  // of a row
   static constexpr bool alike = !is_float<Format> && W::block_bytes % 16 == 0;  // every row begins at a multiple of 16
   static constexpr int chunks = alike ? bytes / 16 : (bytes + 30) / 16;         // of 16 bytes, of a row
-  // What lanes read at once shall not meet in a bank: two rows of pieces 0, 1, 4 and 5, or rows a piece apart.
-  static constexpr int slots = Whole<Format>::has_minima ? (chunks + 1) / 4 * 4 + 2 : chunks | 1;
-  static constexpr int slot = 16 * slots;
+  // What lanes read at once shall not meet in a bank: rows that are an odd number of 16 bytes apart do not, or, where
+  // lanes read chunks 0, 1, 4 and 5 of two rows (whole.cuh), rows that are 2 chunks apart, or 6.
+  static constexpr int slots = chunks | 1, slot = 16 * slots;
+  static constexpr int few_slots = Whole<Format>::has_minima ? (chunks + 1) / 4 * 4 + 2 : slots;
   static constexpr int x_chunks = (columns / 8 + 2 * Whole<Format>::has_minima) * N;
   static constexpr int x_bytes = 16 * x_chunks;
 
@@ -68,6 +69,7 @@ template <class Format, int N>
 __device__ __forceinline__ void few(const FewArgs& args) {
   using W = Operand<Format>;
   using S = Stage<Format, N>;
+  constexpr int slots = S::few_slots, slot = 16 * slots;
   static_assert(N % 8 == 0);
   if constexpr (!Whole<Format>::exists) static_assert(S::is_orderly());
   extern __shared__ __align__(16) uint8_t shared[];
@@ -95,23 +97,23 @@ __device__ __forceinline__ void few(const FewArgs& args) {
   const int end = min(begin + args.part_stages, (args.n_in + S::columns - 1) / S::columns);
 
   // The 16 rows of a warp lie side by side in a stage, and lanes copy neighbouring 16 bytes.
-  const uint32_t base = shared_address(shared) + 16 * few_stages, stage_bytes = S::x_bytes + warps * 16 * S::slot;
-  constexpr int copies = (16 * S::slots + 31) / 32;
+  const uint32_t base = shared_address(shared) + 16 * few_stages, stage_bytes = S::x_bytes + warps * 16 * slot;
+  constexpr int copies = (16 * slots + 31) / 32;
   const uint8_t* source[copies];
 #pragma unroll
   for (int i = 0; i < copies; ++i) {
-    const int at = lane + 32 * i, row = at / S::slots;
-    source[i] = row_of(row % 16) + (size_t)begin * S::bytes + 16 * (at % S::slots);
+    const int at = lane + 32 * i, row = at / slots;
+    source[i] = row_of(row % 16) + (size_t)begin * S::bytes + 16 * (at % slots);
   }
   auto copy_w = [&](int stage, int buffer) {  // stages in turn
     if (stage < end) {
-      const uint32_t to = base + buffer * stage_bytes + S::x_bytes + warp * 16 * S::slot + 16 * lane;
+      const uint32_t to = base + buffer * stage_bytes + S::x_bytes + warp * 16 * slot + 16 * lane;
       const int left = Whole<Format>::exists ? S::bytes : min(S::bytes, bytes - stage * S::bytes);
 #pragma unroll
       for (int i = 0; i < copies; ++i) {
-        const int at = lane + 32 * i, chunk = at % S::slots;
+        const int at = lane + 32 * i, chunk = at % slots;
         const int early = S::alike ? 0 : (int)(reinterpret_cast<uintptr_t>(source[i]) & 15);
-        if (at < 16 * S::slots && 16 * chunk < early + left) copy16(to + 512 * i, source[i] - early, true);
+        if (at < 16 * slots && 16 * chunk < early + left) copy16(to + 512 * i, source[i] - early, true);
         source[i] += S::bytes;
       }
     }
@@ -149,7 +151,7 @@ __device__ __forceinline__ void few(const FewArgs& args) {
     copy_w(stage + args.stages - 1, free);
 
     feed.wait(buffer, phase);
-    const uint32_t w0 = base + buffer * stage_bytes + S::x_bytes + (warp * 16 + g) * S::slot, w1 = w0 + 8 * S::slot;
+    const uint32_t w0 = base + buffer * stage_bytes + S::x_bytes + (warp * 16 + g) * slot, w1 = w0 + 8 * slot;
     const uint32_t early0 = S::alike ? 0 : (low0 + (uint32_t)stage * S::bytes) & 15;
     const uint32_t early1 = S::alike ? 0 : (low1 + (uint32_t)stage * S::bytes) & 15;
     const uint8_t* x_stage = shared + 16 * few_stages + buffer * stage_bytes;

@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_latent(const __g
     float *query = (float *)memory;
     wait_for_predecessor();
     int head = blockIdx.x, token = blockIdx.y, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, d = a.cache.d;
-    int past = *a.past, end = past + (a.mask ? a.n_tokens : token + 1);
+    int past = *a.past, end = past + token + 1;
     int64_t row = token * (int64_t)a.n_head + head;
     for (int i = threadIdx.x; i < d; i += THREADS)
         query[i] = (i < a.rank ? a.absorbed[row * a.rank + i] : a.q[row * a.d_q + a.d_q - d + i]) * (a.scale * LOG2_E);
@@ -87,6 +87,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_latent(const __g
     for (int start = 0; start < end; start += CHUNK) {
         int stop = min(end, start + CHUNK);
         __syncthreads();
+        if (mask) {  // chunks of a tree that the token does not see are not read: of a large one that is most of them
+            int word = max(start - past, 0) / 32 + threadIdx.x;
+            bool sees = start < past && mask[0];
+            if (threadIdx.x <= CHUNK / 32 && 32 * word < stop - past) sees |= mask[1 + word] != 0;
+            if (!__syncthreads_or(sees)) continue;
+        }
         for (int p = start + warp; p < stop; p += WARPS) {
             const half *key = a.cache.key(p, 0);
             float score = 0.0f;

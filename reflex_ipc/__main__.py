@@ -20,9 +20,27 @@ if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    from reflex_ipc.stamps import stamp
+    try:
+        from reflex_ipc.stamps import stamp
 
-    stamp("interpreter", at=began)
-    from reflex_ipc.cli import main
+        stamp("interpreter", at=began)
+        from reflex_ipc.cli import main
+    except (MemoryError, OSError, ImportError) as error:
+        from posix import _exit, write
 
-    sys.exit(main(sys.argv[1:]))
+        if isinstance(error, MemoryError) or "map segment" in str(error) or getattr(error, "errno", None) == 12:
+            write(2, b"reflex: memory ran out before the program was loaded\n")
+            _exit(6)  # as OutOfMemoryError, whose module may not be there
+        raise
+
+    if code := main(sys.argv[1:]):
+        from os import _exit  # loaded long since
+
+        # Whatever failed has been said. An orderly end would wait for a driver that is still starting, whose exit
+        # handlers must not meet that; the kernel takes back what it has. Reports may still be in a buffer.
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it was closed when this began
+            try:  # noqa: SIM105  # importing contextlib takes memory, which may be what has run out
+                stream.flush()
+            except (OSError, ValueError):  # that has been said, too
+                pass
+        _exit(code)

@@ -13,9 +13,9 @@ from reflex_ipc.errors import (
     DeadlineError,
     DeviceError,
     InvalidRequestError,
-    OutOfMemoryError,
     ReflexError,
     TemplateError,
+    ran_out,
 )
 from reflex_ipc.messages import (
     Detokenize,
@@ -82,8 +82,8 @@ def typed(error: Exception) -> ReflexError:
     """The error as one that has a code. What nobody foresaw leaves its trace on stderr."""
     if isinstance(error, ReflexError):
         return error
-    if isinstance(error, MemoryError):
-        return OutOfMemoryError("the host's memory does not hold what was asked for")
+    if (known := ran_out(error)) is not None:
+        return known
     import traceback
 
     traceback.print_exception(error, file=sys.stderr)

@@ -52,8 +52,8 @@ class Executor(Protocol):
     def score(self, step: Step, targets: Sequence[Sequence[int]], poll: "Poll | None" = None) -> list[list[float]]:
         """Run a step; for each of its rows, the log-probabilities of the row's target tokens."""
 
-    def step_limit(self, n_past: int) -> int:
-        """How many tokens one step behind `n_past` others may have, by the memory there is."""
+    def step_limit(self, n_past: int, n_tokens: int) -> int:
+        """How many of `n_tokens` one step behind `n_past` others may have, by the memory there is."""
 
     def decode(self, sampler: Sampler, poll: "Poll | None" = None) -> Iterator[Sampled]:
         """Sample from the last row, yield, ask, feed back, for ever; never more than one token ahead of the caller."""
@@ -101,6 +101,9 @@ def make_executor(
     elif backend == "auto":
         why = "no NVIDIA device" if not any(map(os.path.exists, DEVICE_NODES)) else "this package has no kernels"
     complete_site()
+    from reflex_ipc.reference import memory
+
+    memory.check(gguf.path, memory.first(plan, n_ctx))
     from reflex_ipc.reference.executor import ReferenceExecutor
 
     def report(done: int, total: int) -> None:

@@ -19,6 +19,8 @@ _FIRST_BLOCK = 1 << 12  # strings searched before anything is decided by them
 _NEAR = 256  # tokens looked at from where one is likely
 _CACHED_PIECES = 1 << 16
 _BETWEEN_LOOKS = 4096  # merges; a few milliseconds
+_AT_ONCE = 8192  # pieces; some ten milliseconds if all are new
+_LONG = 1 << 16  # symbols; what is done to so many takes some ten milliseconds
 _CACHED_LENGTH = 64  # characters; longer pieces do not come back
 
 
@@ -48,11 +50,19 @@ def merge(symbols: Sequence[bytes], ranks: Mapping[bytes, int], watch: Watch | N
     n = len(symbols)
     rank = ranks.get
     left = list(symbols)  # what has been merged into its neighbour on the left becomes b""
+    pairs: list[int] = []  # of each symbol with the next
+    heap: list[int] = []  # in order of rank, then of place
+    for start in range(0, n, _LONG):
+        if start and watch is not None:
+            watch()
+        some = [rank(a + b" " + b, _NO_RANK) for a, b in pairwise(left[start : start + _LONG + 1])]
+        heap += [pair * n + i for i, pair in enumerate(some, start) if pair != _NO_RANK]
+        pairs += some
+    pairs.append(_NO_RANK)
     before = list(range(-1, n - 1))
     after = list(range(1, n + 1))
-    pairs = [rank(a + b" " + b, _NO_RANK) for a, b in pairwise(left)]  # of each symbol with the next
-    pairs.append(_NO_RANK)
-    heap = [pair * n + i for i, pair in enumerate(pairs) if pair != _NO_RANK]  # in order of rank, then of place
+    if n > _LONG and watch is not None:
+        watch()
     heapq.heapify(heap)
     while heap:
         if watch is not None:
@@ -128,6 +138,16 @@ class BytePairs:
         `watch` is called now and then, if there is much to do. Raises InvalidRequestError for half a character.
         """
         pieces = list(pieces)
+        if len(pieces) <= _AT_ONCE:
+            return self._encode_some(pieces, watch)
+        ids: list[int] = []
+        for start in range(0, len(pieces), _AT_ONCE):
+            if watch is not None:
+                watch()
+            ids += self._encode_some(pieces[start : start + _AT_ONCE], watch)
+        return ids
+
+    def _encode_some(self, pieces: list[str | int], watch: Watch | None) -> list[int]:
         cache = self._cache
         new = {piece: _symbols(piece) for piece in pieces if isinstance(piece, str) and piece not in cache}
         if new:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from reflex_ipc import __version__, options
 from reflex_ipc.environment import complete_site, model_path
-from reflex_ipc.errors import InputOutputError, InvalidRequestError, OutOfMemoryError, ReflexError
+from reflex_ipc.errors import InputOutputError, InvalidRequestError, ReflexError, ran_out
 from reflex_ipc.stamps import stamp
-from reflex_ipc.terminal import read_prompt, say, say_why_cpu, warn, write
+from reflex_ipc.terminal import flush, read_prompt, say, say_why_cpu, warn, write
 
 if TYPE_CHECKING:
     from reflex_ipc.backends import Progress
@@ -42,18 +42,17 @@ def main(argv: list[str]) -> int:
         arguments = _parse(argv)
         stamp("arguments")
         code: int = arguments.command(arguments)
+        flush()
         return code
     except ReflexError as error:
         return _fail(str(error), error.exit_code)
-    except MemoryError:
-        return _fail("memory ran out", OutOfMemoryError.exit_code)
-    except OSError as error:
-        return _fail(str(error), InputOutputError.exit_code)
     except KeyboardInterrupt:
         return _end_by(signal.SIGINT)
     except Exception as error:
-        if "start new thread" in str(error):  # all that CPython says when the system refuses one
-            return _fail("no thread could be started: memory or processes ran out", OutOfMemoryError.exit_code)
+        if (known := ran_out(error)) is not None:
+            return _fail(str(known), known.exit_code)
+        if isinstance(error, OSError):
+            return _fail(str(error), InputOutputError.exit_code)
         if os.environ.get("REFLEX_TRACEBACK"):
             raise
         return _fail(
@@ -237,6 +236,7 @@ def _opener(arguments: Namespace, trace: "Trace | None") -> "Callable[..., Engin
             threads=arguments.threads,
             progress=progress,
             trace=trace,
+            leave_driver=True,
         )
         engine.timings |= since_launch()
         say_why_cpu(engine)

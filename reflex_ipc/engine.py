@@ -5,8 +5,8 @@ borders, by the file's own tokenizer. What an executor runs on is chosen in `bac
 """
 
 import os
-import time
 from collections.abc import Callable, Sequence
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from reflex_ipc import archs
@@ -17,7 +17,7 @@ from reflex_ipc.generation import Generation
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.plan import PREFILL_CHUNK, Plan, Step
 from reflex_ipc.sampler import Sampler, Sampling
-from reflex_ipc.stamps import lasted, stamp
+from reflex_ipc.stamps import lasted, ms, stamp
 from reflex_ipc.stops import DEFAULT_MAX_TOKENS, StopStrings
 from reflex_ipc.tokenizer import Tokenizer
 
@@ -62,19 +62,20 @@ class Engine:
         progress: "Progress | None" = None,
         meanwhile: Callable[["Engine"], object] | None = None,
         trace: "Trace | None" = None,
+        leave_driver: bool = False,
     ) -> "Engine":
         """Open a model: the path of a GGUF file, or the name of an installed demo model.
 
         `backend` is "auto", "cuda" or "cpu", `device` the number of a CUDA device; "auto" uses the CPU where there is
         no usable device, and `why_cpu` says why. `context` is the tokens that prompt and answer may have together, the
         model's own maximum by default. `meanwhile` is called once the file's header is read, with an engine that can
-        tokenise and nothing else yet, while the device still starts. `trace` takes what runs when.
+        tokenise and nothing else yet, while the device still starts. `trace` takes what runs when. `leave_driver` is
+        for a process that ends where opening fails: a driver that is still starting is then not waited for.
 
         Raises ModelFileError, UnsupportedModelError, OutOfMemoryError, DeviceError, ContextOverflowError, and what
         `meanwhile` raises.
         """
-        began = time.perf_counter()
-        stamp("imports")
+        began = stamp("imports")
         opening = start_driver(backend, device)
         stamp("driver start")
         gguf: GGUF | None = None
@@ -83,34 +84,32 @@ class Engine:
             gguf = GGUF.open(model_path(path) if isinstance(path, str) else path, native)
             stamp("header")
             tokenizer = Tokenizer.from_gguf(gguf)
-            stamp("vocabulary")
-            header = time.perf_counter()
+            header = stamp("vocabulary")
             plan = archs.build(gguf)
             _check_vocabulary(gguf, tokenizer, plan)
             n_ctx = _context(gguf, plan, context)
             engine = cls(gguf, tokenizer, plan, n_ctx)
-            stamp("plan")
-            planned = time.perf_counter()
+            planned = stamp("plan")
             if meanwhile is not None:
                 meanwhile(engine)
-            begun = time.perf_counter()
+            begun = monotonic_ns()
             executor, engine.backend, engine.why_cpu = make_executor(
                 gguf, plan, n_ctx, opening, backend, threads, progress, trace
             )
-            stamp("executor")
+            ready = stamp("executor")
             if trace is not None:
                 trace.about |= {"model": os.path.basename(gguf.path), "backend": engine.backend}
         except BaseException:
-            if opening is not None:
+            if opening is not None and not leave_driver:
                 opening.close()
             if gguf is not None:
                 gguf.close()
             raise
         engine._executor = executor
         engine.timings = {
-            "header_ms": (header - began) * 1e3,
-            "plan_ms": (planned - header) * 1e3,
-            "executor_ms": (time.perf_counter() - begun) * 1e3,
+            "header_ms": ms(began, header),
+            "plan_ms": ms(header, planned),
+            "executor_ms": ms(begun, ready),
             **lasted("driver", "context"),
         }
         if context is not None:
@@ -193,7 +192,7 @@ class Engine:
         """(len(ids), n_vocab) float32: at every position, the unnormalised log-probabilities of the next token."""
         import numpy as np
 
-        self._check(ids)
+        self.check_prompt(ids)
         self._begin(len(ids))
         chunks = []
         for start in range(0, len(ids), PREFILL_CHUNK):
@@ -224,7 +223,7 @@ class Engine:
             raise InvalidRequestError(f"sampling was given, and {', '.join(fields)} besides; one or the other")
         sampling = sampling or Sampling(**fields)
         ids = self.prompt(prompt, poll) if isinstance(prompt, str) else list(prompt)
-        self._check(ids)
+        self.check_prompt(ids)
         if max_tokens < 0:
             raise InvalidRequestError(f"max_tokens is {max_tokens}; it cannot be negative", "max_tokens")
         stops = StopStrings(stop)
@@ -260,7 +259,7 @@ class Engine:
         else:
             parts = self.template.render(list(prompt), arguments=chosen.arguments).parts
             texts = scoring.of_parts(self.tokenizer, parts, candidates, chosen.join, self.n_ctx, poll)
-        split = scoring.split(self.tokenizer, *texts, end=chosen.end)
+        split = scoring.split(self.tokenizer, texts, end=chosen.end)
         stamp("tokens")
         longest = len(split.context) + max(len(tail.tokens) for tail in split.tails) - 1
         if longest > self.n_ctx:
@@ -292,7 +291,8 @@ class Engine:
         self._executor.reset()
         self._executor.reserve(n_tokens)
 
-    def _check(self, ids: Sequence[int]) -> None:
+    def check_prompt(self, ids: Sequence[int]) -> None:
+        """Raises InvalidRequestError or ContextOverflowError where these ids can be no prompt."""
         if not ids:
             raise InvalidRequestError("the prompt is empty: it has no token to continue", "prompt")
         if len(ids) > self.n_ctx:

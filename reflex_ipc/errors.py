@@ -113,6 +113,24 @@ EXIT_BELOW_CONFIDENCE = 10
 """Exit code of `reflex system1 --min-confidence` when the winner is below it; an answer, not an error."""
 
 
+_NO_MEMORY = 12  # ENOMEM
+
+
+def ran_out(error: BaseException) -> OutOfMemoryError | None:
+    """The error as one of memory, if that is what it says: Python, the system and the loader of libraries each have
+    their own words for it."""
+    said = str(error)
+    if isinstance(error, MemoryError):
+        return OutOfMemoryError("memory ran out")
+    if isinstance(error, OSError) and error.errno == _NO_MEMORY:
+        return OutOfMemoryError(f"memory ran out: {said}")
+    if isinstance(error, ImportError | OSError) and "failed to map segment" in said:
+        return OutOfMemoryError("memory ran out while a library was loaded")
+    if isinstance(error, RuntimeError) and "start new thread" in said:  # all that CPython says when it is refused one
+        return OutOfMemoryError("no thread could be started: memory or processes ran out")
+    return None
+
+
 ASK_EVERY_S = 0.01
 
 

@@ -1,13 +1,13 @@
 """One answer under way: a prompt goes in, tokens come out, until something ends it."""
 
-import time
 from collections.abc import Generator, Iterator, Sequence
+from time import monotonic_ns
 from typing import TYPE_CHECKING, NamedTuple
 
 from reflex_ipc.errors import CancelledError, DeadlineError, go_on
 from reflex_ipc.plan import PREFILL_CHUNK, Step
 from reflex_ipc.sampler import Sampler
-from reflex_ipc.stamps import stamp
+from reflex_ipc.stamps import ms, stamp
 from reflex_ipc.stops import StopStrings
 
 if TYPE_CHECKING:
@@ -78,15 +78,14 @@ class Generation:
         self._tokens.close()
 
     def _run(self, ids: Sequence[int], prompt_logprobs: bool) -> Generator[Token, None, None]:
-        began = time.perf_counter()
+        began = monotonic_ns()
         try:
             try:
                 if prompt_logprobs:
                     yield from self._prefill_rated(ids)
                 else:
                     self._prefill(ids)
-                stamp("prompt")
-                self.timings["prompt_ms"] = (time.perf_counter() - began) * 1e3
+                self.timings["prompt_ms"] = ms(began, stamp("prompt"))
                 go_on(self._poll)
                 yield from self._decode(began)
             except (CancelledError, DeadlineError) as told:
@@ -99,8 +98,7 @@ class Generation:
         finally:
             if self.finish_reason is None:
                 self.finish_reason = CancelledError.code
-            stamp("answer")
-            self.timings["total_ms"] = (time.perf_counter() - began) * 1e3
+            self.timings["total_ms"] = ms(began, stamp("answer"))
 
     def _prefill(self, ids: Sequence[int]) -> None:
         for start in range(0, len(ids), PREFILL_CHUNK):
@@ -130,7 +128,7 @@ class Generation:
                     sampled = self._sampler.rate(logits, ids[at])
                     yield token(at, sampled.logprob, sampled.top)
 
-    def _decode(self, began: float) -> Iterator[Token]:
+    def _decode(self, began: int) -> Iterator[Token]:
         tokenizer = self._engine.tokenizer
         room = self._engine.n_ctx - self.prompt_tokens
         if self._max_tokens == 0 or room == 0:
@@ -138,8 +136,7 @@ class Generation:
             return
         for sampled in self._executor.decode(self._sampler, self._poll):
             if "first_token_ms" not in self.timings:
-                stamp("first token")
-                self.timings["first_token_ms"] = (time.perf_counter() - began) * 1e3
+                self.timings["first_token_ms"] = ms(began, stamp("first token"))
             if sampled.id in tokenizer.eog and not self._ignore_eos:
                 self.finish_reason = "stop"
                 return

@@ -44,8 +44,6 @@ PARENT_NONE = -2
 """Parent of a token that begins a sequence of its own and sees nothing before it."""
 PREFILL_CHUNK = 512
 """Tokens of a prompt that go through the model in one piece; between two pieces the request may be taken back."""
-LARGEST_STEP = 4096
-"""Tokens of the largest step: a tree of candidates is not cut into pieces as a prompt is."""
 
 
 class Step(NamedTuple):

@@ -8,7 +8,10 @@ tables of Unicode are not even imported for it.
 
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from reflex_ipc.errors import Watch
 
 _CLASSES = (
     "OLMNPSW"  # a character's stand-in is 0x80 + its index here + 8 for its first named set, 16 for its second...
@@ -23,6 +26,19 @@ _ASCII = {
 }
 
 _LONG_RUN = 1000
+_LONG_TEXT = 1 << 18  # characters; splitting so many takes some ten milliseconds
+_SEGMENT = 1 << 16
+
+# Between the two characters that one of these finds a text may be cut: its pieces are those of the two parts. No rule
+# has a match that goes on from the first to the second; every rule has a match for the first; what begins at the second
+# does not depend on what is before it; and it composes with nothing. Left out is what some rule has no match for:
+# symbols, letters of other scripts.
+_BORDER = (
+    r"[0-9A-Za-z!-#%-*,-/:;?@\[-\]_{}" + "\u0410-\u044f\uac00-\ud7a3](?= )"
+    "|[\u4e00-\u9fa5](?=[\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])"
+)
+
+_Item = TypeVar("_Item")
 
 _Ranges = tuple[tuple[int, int], ...]
 
@@ -127,26 +143,71 @@ class Splitter:
         self._shadow = _Shadow([_SETS[name][1] for name in sets])
         self._rules = [re.compile(_spell_out(source, sets)) for source in sources]
 
-    def split(self, text: str) -> list[str]:
-        shadow = text if text.isascii() else text.translate(self._shadow)
-        if len(self._rules) == 1:  # such a rule leaves nothing unmatched
+    def split(self, text: str, watch: Watch | None = None) -> list[str]:
+        """`watch` is called now and then, if there is much to do."""
+        is_long = len(text) > _LONG_TEXT
+        if text.isascii():
+            shadow = text
+        elif not is_long:
+            shadow = text.translate(self._shadow)
+        else:
+            starts = _watched(range(0, len(text), _SEGMENT), watch)
+            shadow = "".join([text[at : at + _SEGMENT].translate(self._shadow) for at in starts])
+        if len(self._rules) == 1 and not is_long:  # such a rule leaves nothing unmatched
             matches = self._rules[0].findall(shadow)
             if shadow is text:
                 return matches
             return _cut(text, itertools.accumulate(map(len, matches)))
         ends: Iterable[int] = [len(text)] if text else []
         for rule in self._rules:
-            ends = _refine(rule, shadow, ends)
+            ends = _refine(rule, shadow, ends, watch if is_long else None)
         return _cut(text, ends)
 
 
-def _refine(rule: re.Pattern[str], shadow: str, ends: Iterable[int]) -> list[int]:
+def border(text: str) -> int:
+    """The last place where a text may be cut in two, whatever follows it: its pieces are those of the parts. Or 0."""
+    size = 64
+    while True:
+        start = max(0, len(text) - size)
+        last = 0
+        for match in re.compile(_BORDER).finditer(text, start):
+            last = match.end()
+        if last or not start:
+            return last
+        size *= 8
+
+
+def segments(text: str) -> Iterator[str]:
+    """A long text in parts of which each can be normalised and split by itself."""
+    start = 0
+    while len(text) - start > _LONG_TEXT and (match := re.compile(_BORDER).search(text, start + _SEGMENT)):
+        yield text[start : match.end()]
+        start = match.end()
+    yield text[start:] if start else text
+
+
+def has_border(text: str) -> bool:
+    """Whether there is a place in it where a text may be cut."""
+    return re.search(_BORDER, text) is not None
+
+
+def _watched(items: Iterable[_Item], watch: Watch | None) -> Iterator[_Item]:
+    for item in items:
+        if watch is not None:
+            watch()
+        yield item
+
+
+def _refine(rule: re.Pattern[str], shadow: str, ends: Iterable[int], watch: Watch | None) -> list[int]:
     """The ends of the pieces that `rule` makes of the pieces that end at `ends`: its matches and what is between."""
     refined: list[int] = []
     append = refined.append
     start = 0
-    for end in ends:
-        for match in rule.finditer(shadow, start, end):
+    for end in ends if watch is None else _watched(ends, watch):
+        matches: Iterable[re.Match[str]] = rule.finditer(shadow, start, end)
+        if watch is not None:
+            matches = _watched(matches, watch)
+        for match in matches:
             first, last = match.span()
             if first > start:
                 append(first)

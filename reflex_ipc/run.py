@@ -40,6 +40,7 @@ def run(arguments: Namespace, trace: "Trace | None" = None) -> int:
         ids[:] = (
             engine.prompt(prompt) if isinstance(prompt, str) else _chat(engine, prompt, template_arguments(arguments))
         )
+        engine.check_prompt(ids)  # while nothing else has been waited for
 
     with Engine.open(
         arguments.model,
@@ -50,6 +51,7 @@ def run(arguments: Namespace, trace: "Trace | None" = None) -> int:
         progress=None if deadline is None else progress,
         meanwhile=tokenize,
         trace=trace,
+        leave_driver=True,
     ) as engine:
         say_why_cpu(engine)
         if arguments.verbose:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from reflex_ipc.errors import ContextOverflowError, InvalidRequestError, go_on
+from reflex_ipc.errors import ContextOverflowError, InvalidRequestError, Watch, go_on
 from reflex_ipc.plan import PARENT_NONE, PARENT_STATE, PREFILL_CHUNK, Step
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 MAX_CANDIDATES = 4096
 MAX_TREE = 32768
 """Tokens of all candidates together, what they share counted once."""
+LONGEST_TOGETHER = 4096
+"""Tokens of a context that go through the model together with the tree; of a longer one, the beginning goes ahead."""
 NORMALISATIONS = ("sum", "mean", "byte", "pmi")
 
 
@@ -88,8 +90,14 @@ class Split(NamedTuple):
     neutral: int | None
 
 
-Texts = tuple[list[int], Sequence[str], list[list[int]]]
-"""The prompt's ids, the candidates, and of each the ids of prompt and candidate together."""
+class Texts(NamedTuple):
+    """Prompt and candidates as ids: `before` is what all of them begin with, `prompt` the rest of the prompt's,
+    `wholes` that of each prompt and candidate together."""
+
+    candidates: Sequence[str]
+    before: list[int]
+    prompt: list[int]
+    wholes: list[list[int]]
 
 
 def of_text(
@@ -97,8 +105,11 @@ def of_text(
 ) -> Texts:
     """Raises ContextOverflowError at the first text that `n_ctx` tokens of context cannot hold."""
     tokenizer.check_length(prompt, n_ctx)
+    at = tokenizer.border(prompt)
+    before = tokenizer.encode(prompt[:at], bos=tokenizer.add_bos, poll=poll)
+    rest = prompt[at:]
     return _texts(
-        lambda tail: tokenizer.encode(prompt + tail, bos=tokenizer.add_bos, poll=poll), candidates, join, n_ctx
+        before, lambda tail: tokenizer.encode(rest + tail, bos=False, poll=poll), candidates, join, n_ctx, poll
     )
 
 
@@ -112,40 +123,70 @@ def of_parts(
 ) -> Texts:
     """The same after a rendered chat, in which control tokens are recognised where a part says so."""
     tokenizer.check_length("".join(text for text, _ in parts), n_ctx)
-    return _texts(lambda tail: tokenizer.encode_parts([*parts, (tail, False)], poll), candidates, join, n_ctx)
+    before, rest = _cut(tokenizer, parts)
+    return _texts(
+        tokenizer.encode_parts(before, poll),
+        lambda tail: tokenizer.encode_parts([*rest, (tail, False)], poll),
+        candidates,
+        join,
+        n_ctx,
+        poll,
+    )
 
 
-def _texts(encode: Callable[[str], list[int]], candidates: Sequence[str], join: str, n_ctx: int) -> Texts:
-    ids, texts = encode(""), []
+def _cut(tokenizer: "Tokenizer", parts: Sequence[tuple[str, bool]]) -> tuple[list[tuple[str, bool]], ...]:
+    """The parts before the last border, and those behind."""
+    for i in reversed(range(len(parts))):
+        text, special = parts[i]
+        if at := tokenizer.border(text):
+            return [*parts[:i], (text[:at], special)], [(text[at:], special), *parts[i + 1 :]]
+    return [], list(parts)
+
+
+def _texts(
+    before: list[int],
+    encode: Callable[[str], list[int]],
+    candidates: Sequence[str],
+    join: str,
+    n_ctx: int,
+    poll: "Poll | None",
+) -> Texts:
+    watch = Watch(poll)
+    prompt, wholes = encode(""), []
     for i, text in enumerate(candidates):
-        texts.append(encode(join + text))
-        if len(texts[-1]) - 1 > n_ctx:  # the last token is scored, not computed
-            raise ContextOverflowError(
-                f"prompt and candidate {i} have {len(texts[-1]) - 1} tokens, the context holds {n_ctx}"
-            )
-    return ids, candidates, texts
+        watch()
+        wholes.append(encode(join + text))
+        n = len(before) + len(wholes[-1])
+        if n == 0:
+            raise InvalidRequestError(f"candidate {i} has no token in this vocabulary", f"candidates[{i}]")
+        if n - 1 > n_ctx:  # the last token is scored, not computed
+            raise ContextOverflowError(f"prompt and candidate {i} have {n - 1} tokens, the context holds {n_ctx}")
+    return Texts(candidates, before, prompt, wholes)
 
 
-def split(
-    tokenizer: "Tokenizer", ids: list[int], candidates: Sequence[str], texts: list[list[int]], *, end: bool
-) -> Split:
+def split(tokenizer: "Tokenizer", texts: Texts, *, end: bool) -> Split:
     """Raises InvalidRequestError where a token is needed that the file does not name."""
+    candidates, before, prompt, wholes = texts
     if end:
         ending = tokenizer.eot if tokenizer.eot is not None else tokenizer.eos
         if ending is None:
             raise InvalidRequestError("the file names no token that ends a turn", "end")
-        texts = [[*text, ending] for text in texts]
+        wholes = [[*whole, ending] for whole in wholes]
     neutral = next((token for token in (tokenizer.bos, tokenizer.eos, tokenizer.eot) if token is not None), None)
-    n = border(ids, texts)
-    if n == 0 and neutral is None:
+    n = border(prompt, wholes)
+    if n < 0:  # a candidate of no tokens of its own, whose bytes the vocabulary lacks
+        before, prompt, wholes = before[:-1], [before[-1], *prompt], [[before[-1], *whole] for whole in wholes]
+        n = border(prompt, wholes)
+    context = [*before, *prompt[:n]]
+    if not context and neutral is None:
         raise InvalidRequestError(_NO_NEUTRAL)
     return Split(
-        ids[:n] if n or neutral is None else [neutral],
+        context if context or neutral is None else [neutral],
         [
             Tail(text, tuple(whole[n:]), sum(len(tokenizer.token_bytes(token)) for token in whole[n:]))
-            for text, whole in zip(candidates, texts, strict=True)
+            for text, whole in zip(candidates, wholes, strict=True)
         ],
-        len(ids) - n,
+        len(prompt) - n,
         neutral,
     )
 
@@ -304,7 +345,7 @@ class Executor(Protocol):
     def n_past(self) -> int: ...
     def forward(self, step: Step, poll: "Poll | None" = None) -> None: ...
     def score(self, step: Step, targets: Sequence[Sequence[int]], poll: "Poll | None" = None) -> list[list[float]]: ...
-    def step_limit(self, n_past: int) -> int: ...
+    def step_limit(self, n_past: int, n_tokens: int) -> int: ...
 
 
 class Scoring:
@@ -312,8 +353,8 @@ class Scoring:
 
     def __init__(self, executor: Executor, split: Split, options: Options, poll: "Poll | None" = None) -> None:
         tokens = [tail.tokens for tail in split.tails]
-        n_tree = sum(len(each) - 1 for each in tokens)
-        if n_tree > MAX_TREE and (n_tree := len(tree(tokens).tokens)) > MAX_TREE:
+        n_tree = len(tree(tokens).tokens)
+        if n_tree > MAX_TREE:
             raise InvalidRequestError(
                 f"the candidates have {n_tree} tokens together; at most {MAX_TREE} are scored", "candidates"
             )
@@ -323,6 +364,7 @@ class Scoring:
         self.total_ms = 0.0
         self._executor = executor
         self._split = split
+        self._n_tree = n_tree
         self._options = options
         self._neutral = split.neutral if options.normalize == "pmi" else None
         self._poll = poll
@@ -331,15 +373,17 @@ class Scoring:
         """Raises CancelledError or DeadlineError where `poll` says so."""
         began = time.perf_counter()
         executor, context, tails = self._executor, self._split.context, self._split.tails
-        limit = executor.step_limit(len(context))
-        n_passes = 0
-        # A context that fills a step by itself goes ahead in pieces; otherwise prompt and candidates are one step.
-        while len(context) - executor.n_past > limit:
+        n_tree = self._n_tree if self._neutral is None else 1 + 2 * self._n_tree
+        n_step = min(len(context), LONGEST_TOGETHER) + n_tree
+        limit = executor.step_limit(len(context), n_step)
+        # The end of the context and the candidates are one step. What goes ahead is no pass of its own: none of its
+        # tokens is computed twice.
+        while len(context) - executor.n_past > min(limit, LONGEST_TOGETHER):
             go_on(self._poll)
             n = min(PREFILL_CHUNK, len(context) - executor.n_past - 1)
             chunk = context[executor.n_past : executor.n_past + n]
             executor.forward(Step.text(chunk, executor.n_past, []), self._poll)
-            n_passes += 1
+        n_passes = 0
         found = [
             Scored(tail, [0.0] * len(tail.tokens), None if self._neutral is None else [0.0] * len(tail.tokens))
             for tail in tails

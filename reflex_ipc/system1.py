@@ -1,13 +1,14 @@
 """`reflex system1`: which of some continuations the model holds likeliest, in one forward pass."""
 
 import os
-import time
 from argparse import Namespace
+from time import monotonic_ns
 from typing import TYPE_CHECKING
 
+from reflex_ipc import scoring
 from reflex_ipc.engine import Engine
 from reflex_ipc.errors import EXIT_BELOW_CONFIDENCE, InvalidRequestError
-from reflex_ipc.stamps import stamp
+from reflex_ipc.stamps import ms, stamp
 from reflex_ipc.terminal import (
     prompt_or_messages,
     read_prompt,
@@ -36,6 +37,7 @@ def run(arguments: Namespace, trace: "Trace | None" = None) -> int:
         raise InvalidRequestError("--best prints one text and --json everything; one or the other")
     candidates = _candidates(arguments)
     prompt = prompt_or_messages(arguments)
+    scoring.check(candidates, scoring.Options(arguments.normalize, arguments.temperature))
     with Engine.open(
         arguments.model,
         backend=arguments.backend,
@@ -44,13 +46,14 @@ def run(arguments: Namespace, trace: "Trace | None" = None) -> int:
         threads=arguments.threads,
         meanwhile=lambda engine: isinstance(prompt, str) and engine.prompt(prompt),  # so that its pieces are known
         trace=trace,
+        leave_driver=True,
     ) as engine:
         say_why_cpu(engine)
         if isinstance(prompt, str):
             _warn_of_glued(prompt + arguments.join, candidates)
         elif engine.template.is_fallback:
             say("the file has no chat template; ChatML is used")
-        began = time.monotonic()
+        began = monotonic_ns()
         scores = engine.score(
             prompt,
             candidates,
@@ -60,9 +63,8 @@ def run(arguments: Namespace, trace: "Trace | None" = None) -> int:
             end=arguments.end,
             arguments=template_arguments(arguments),
         )
-        stamp("scores")
+        timings = {**engine.timings, "score_ms": ms(began, stamp("scores"))}
         warn(engine.tokenizer)
-        timings = {**engine.timings, "score_ms": (time.monotonic() - began) * 1e3}
         backend = engine.backend
     if scores.healed and arguments.verbose:
         say(f"the last {scores.healed} tokens of the prompt merge with a candidate and are scored with it")

@@ -10,7 +10,7 @@ from typing import Any
 from reflex_ipc.environment import complete_site, model_path
 from reflex_ipc.errors import InputOutputError, InvalidRequestError, ReflexError
 from reflex_ipc.launched import LAUNCHED
-from reflex_ipc.terminal import read_prompt, write
+from reflex_ipc.terminal import read_prompt, visible, write
 from reflex_ipc.timings import OUT
 from reflex_ipc.trace import label
 
@@ -29,7 +29,9 @@ def run(arguments: Namespace) -> int:
     else:
         trace = _record(arguments, read_prompt(*sources, "prompt"))
     about = trace.get("otherData", {})
-    named = [str(about[key]) for key in ("model", "backend") if key in about]
+    if not isinstance(about, dict):
+        raise InvalidRequestError("otherData of the trace is no object")
+    named = [visible(str(about[key]))[:200] for key in ("model", "backend") if key in about]
     picture = waterfall.draw(trace, ", ".join(["From launch to first output", *named]))
     try:
         with open(arguments.output, "w", encoding="utf-8", errors="replace") as file:

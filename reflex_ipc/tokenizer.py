@@ -19,7 +19,7 @@ from reflex_ipc.errors import (
     Watch,
 )
 from reflex_ipc.gguf import GGUF
-from reflex_ipc.pretokenize import PRE_TOKENIZERS, Splitter, nfc
+from reflex_ipc.pretokenize import PRE_TOKENIZERS, Splitter, border, has_border, nfc, segments
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ _END_KEYS = {  # what ends an answer by its key, or else by these texts
     "fim_rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
     "fim_sep": "<|file_sep|>",
 }
+
+_LONG_TEXT = 1 << 16  # characters; looking for a special token in so many takes some ten microseconds
 
 _Specials = Sequence[tuple[str, int]]
 
@@ -137,6 +139,15 @@ class Tokenizer:
         Plain text on both sides of a border is one run of text.
         """
         return self._encode([(text, self._special if special else ()) for text, special in parts], Watch(poll))
+
+    def border(self, text: str) -> int:
+        """The last place where a text may be cut so that its ids are those of the two parts, whatever follows; or 0.
+
+        Neither a special token nor a piece has characters on both sides of it (`pretokenize.border`).
+        """
+        if any(has_border(special) for special, _ in self._special):
+            return 0
+        return border(text)
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """The text of the ids; bytes that are not UTF-8 become U+FFFD. Control tokens show if `special`."""
@@ -253,12 +264,13 @@ class Tokenizer:
     def _encode(self, parts: Iterable[tuple[str, _Specials]], watch: Watch) -> list[int]:
         splitter, normalise = self._splitter, self._rules.nfc
         pieces: list[str | int] = []
-        for run in _runs(parts):
+        for run in _runs(parts, watch):
             if isinstance(run, int):
                 pieces.append(run)
-            else:
-                pieces += splitter.split(nfc(run) if normalise else run)
-            watch()
+                continue
+            for text in segments(run):
+                pieces += splitter.split(nfc(text) if normalise else text, watch)
+                watch()
         lost = len(self._pairs.dropped)
         ids = self._pairs.encode(pieces, watch)
         if len(self._pairs.dropped) > lost:
@@ -291,12 +303,12 @@ class Decoder:
         return self._utf8.decode(b"", final=True)
 
 
-def _runs(parts: Iterable[tuple[str, _Specials]]) -> Iterator[str | int]:
+def _runs(parts: Iterable[tuple[str, _Specials]], watch: Watch) -> Iterator[str | int]:
     """The ids of the special tokens in the parts, and the runs of text between them."""
     text: list[str] = []
     for part, specials in parts:
         start = 0
-        for first, last, id in _cuts(part, specials):
+        for first, last, id in _cuts(part, specials, watch):
             text.append(part[start:first])
             if run := "".join(text):
                 yield run
@@ -308,11 +320,14 @@ def _runs(parts: Iterable[tuple[str, _Specials]]) -> Iterator[str | int]:
         yield run
 
 
-def _cuts(text: str, specials: _Specials) -> list[tuple[int, int, int]]:
+def _cuts(text: str, specials: _Specials, watch: Watch) -> list[tuple[int, int, int]]:
     """(start, end, id) of every special token in the text: the longest are placed first, each from left to right."""
     cuts = []
     taken = bytearray(len(text))
+    is_long = len(text) > _LONG_TEXT
     for special, id in specials:
+        if is_long:
+            watch()
         first = text.find(special)
         while first >= 0:
             last = first + len(special)

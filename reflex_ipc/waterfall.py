@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 
 from reflex_ipc import svg
 from reflex_ipc.errors import InvalidRequestError
+from reflex_ipc.terminal import visible
 from reflex_ipc.timings import OUT
-from reflex_ipc.trace import label
+from reflex_ipc.trace import MOST_SPANS, label
 
 LEFT, WIDTH, ROW = 190, 700, 20
 SHORTEST = 0.05
@@ -14,6 +15,10 @@ SHORTEST = 0.05
 PHASES = {"main": svg.COLOURS[2], "early": svg.COLOURS[6], "driver": svg.COLOURS[3], "upload": svg.COLOURS[4]}
 LAYERS = {"copy": (svg.COLOURS[0], "arrives"), "compute": (svg.COLOURS[1], "is computed")}
 OTHER = svg.COLOURS[7]
+
+
+MOST_EVENTS = MOST_SPANS + 1000  # besides spans, those that name tracks
+LARGEST = 10**15  # microseconds, and of a track's number
 
 
 class Bar(NamedTuple):
@@ -24,39 +29,85 @@ class Bar(NamedTuple):
 
 
 def bars(trace: Mapping[str, Any]) -> tuple[list[Bar], float | None]:
-    """What a Chrome trace says took how long, and when the first of the answer was out, if it was.
+    """What a Chrome trace says took how long, and when the first of the answer was out, if it was. Events of kinds that
+    --trace does not write are passed over.
 
-    Raises InvalidRequestError for what is no such trace.
+    Raises InvalidRequestError, which names the event and its field, for what is no such trace.
     """
-    try:
-        events: Sequence[dict[str, Any]] = trace["traceEvents"]
-        names = {e["tid"]: str(e["args"]["name"]) for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
-        found = [
-            Bar(names[e["tid"]], str(e["name"]), e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3)
-            for e in events
-            if e["ph"] == "X"
-        ]
-        out = next((float(e["ts"]) / 1e3 for e in events if e["ph"] == "i" and e["name"] == OUT), None)
-    except (KeyError, TypeError) as error:
-        raise InvalidRequestError(f"this is no trace as --trace writes it: {error!r}") from None
+    events = trace.get("traceEvents")
+    if not isinstance(events, list):
+        raise InvalidRequestError("this is no trace as --trace writes it: it has no list traceEvents")
+    if len(events) > MOST_EVENTS:
+        raise InvalidRequestError(f"the trace has {len(events)} events; --trace writes at most {MOST_EVENTS}")
+    tracks: dict[int, str] = {}
+    found: list[Bar] = []
+    out: float | None = None
+    threads = [(i, e) for i, e in enumerate(events) if isinstance(e, dict) and e.get("name") == "thread_name"]
+    for i, event in threads:
+        if event.get("ph") == "M":
+            args = event.get("args")
+            tracks[_number(i, event, "tid", int)] = _name(i, args if isinstance(args, dict) else {}, "args.name")
+    for i, event in enumerate(events):
+        if not isinstance(event, dict):
+            raise _refusal(i, event, "it", "no object")
+        kind = event.get("ph")
+        if kind == "X":
+            track = _number(i, event, "tid", int)
+            if track not in tracks:
+                raise _refusal(i, event, "tid", f"{track}, of which no thread_name event says what it is")
+            start, took = _number(i, event, "ts"), _number(i, event, "dur")
+            if took < 0:
+                raise _refusal(i, event, "dur", f"{took:g}: it ends before it begins")
+            found.append(Bar(tracks[track], _name(i, event, "name"), start / 1e3, (start + took) / 1e3))
+        elif kind == "i" and out is None and event.get("name") == OUT:
+            out = _number(i, event, "ts") / 1e3
     if not found:
         raise InvalidRequestError("the trace has no spans")
     return found, out
 
 
+def _number(i: int, event: Mapping[str, Any], field: str, kind: Any = (int, float)) -> Any:
+    value = event.get(field)
+    if isinstance(value, bool) or not isinstance(value, kind) or not abs(value) <= LARGEST:
+        what = "a whole number" if kind is int else "a number of microseconds"
+        raise _refusal(i, event, field, "missing" if field not in event else f"not {what}: {_short(value)}")
+    return value
+
+
+def _name(i: int, holder: Mapping[str, Any], field: str) -> str:
+    value = holder.get("name")
+    if not isinstance(value, str):
+        raise _refusal(i, holder, field, "missing" if value is None else f"no text: {_short(value)}")
+    return visible(value)  # neither a terminal nor a picture takes every character
+
+
+def _refusal(i: int, event: Any, field: str, what: str) -> InvalidRequestError:
+    name = event.get("name") if isinstance(event, dict) else None
+    called = f" ({_short(name)})" if isinstance(name, str) else ""
+    return InvalidRequestError(f"event {i}{called} of the trace: {field} is {what}")
+
+
+def _short(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else text[:60] + "…"
+
+
 def draw(trace: Mapping[str, Any], title: str) -> str:
-    """The picture as SVG text, from the launch to the first output."""
+    """The picture as SVG text, from the launch to the first output. Raises InvalidRequestError as `bars` does, and
+    where that is no stretch of time."""
     found, out = bars(trace)
     end = max(bar.end for bar in found) if out is None else out
+    if end < SHORTEST:
+        raise InvalidRequestError(f"the trace ends {end:g} ms after the launch: there is nothing to draw")
     shown = [bar for bar in found if bar.start < end]
     unit = svg.tick(end)
     scale = WIDTH / (end * 1.02)
     y, body = 44.0, []
 
     def bar_at(bar: Bar, y: float, height: float, colour: str) -> str:
-        stop = min(bar.end, end)
+        begin, stop = max(bar.start, 0.0), min(bar.end, end)
         about = f"{bar.name}: {bar.start:.2f} to {bar.end:.2f} ms, {bar.end - bar.start:.3f} ms"
-        return svg.box(LEFT + bar.start * scale, y, max((stop - bar.start) * scale, 0.6), height, colour, about)
+        return svg.box(LEFT + begin * scale, y, max((stop - begin) * scale, 0.6), height, colour, about)
 
     rows = _rows(shown)
     top = y
@@ -83,7 +134,7 @@ def draw(trace: Mapping[str, Any], title: str) -> str:
         labelled = 0.0
         for scope in scopes:
             number = scope.removeprefix("blk.")
-            if y - labelled >= 12 and (height > 8 or not number.isdecimal() or int(number) % 5 == 0):
+            if y - labelled >= 12 and (height > 8 or not number.isdecimal() or number[-1] in "05"):
                 body.append(svg.text(LEFT - 8, y + height / 2 + 4, scope, anchor="end", size=10))
                 labelled = y
             body += [bar_at(b, y + 1, height - 2, LAYERS[b.track][0]) for b in layers if b.name == scope]

@@ -56,8 +56,13 @@ def write(source: Path, out: Path, kind: str = "F16", rank: int | None = None) -
     assert metadata[p + "attention.key_length"] == d_nope + metadata[p + "rope.dimension_count"]
     if rank is not None:
         metadata[p + "attention.kv_lora_rank"] = rank
+    return put_together(metadata, made, out)
+
+
+def put_together(metadata: dict[str, Any], tensors: dict[str, tuple[int, list[int], bytes]], out: Path) -> Path:
+    """A file of these: a tensor is (number of its type, ne, content)."""
     data, infos = bytearray(), []
-    for name, (number, ne, content) in made.items():
+    for name, (number, ne, content) in tensors.items():
         data += bytes(-len(data) % 32)
         infos.append(g.tensor(name, ne, number, len(data)))
         data += content

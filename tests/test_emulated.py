@@ -1,6 +1,7 @@
 """Every family's logits and answers on the emulated device: all kernels but products of one row, run on the host."""
 
 from functools import partial
+from math import prod
 from pathlib import Path
 
 import emulator
@@ -17,7 +18,7 @@ from reflex_ipc.cuda import experts, families, launch, linear
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.fuse import Group
 from reflex_ipc.errors import ReflexError
-from reflex_ipc.gguf import GGUF
+from reflex_ipc.gguf import GGUF, TYPES
 from reflex_ipc.ops import Route
 from reflex_ipc.plan import PARENT_NONE, PARENT_STATE, Step
 from reflex_ipc.reference.executor import ReferenceExecutor
@@ -82,6 +83,37 @@ def test_logits(opened, name: str, fuse: bool) -> None:
             rows.append(executor.logits())
             start += size
         assert relative_error(np.concatenate(rows), reference["logits"]) <= BOUND
+
+
+def joined(source: Path, out: Path) -> Path:
+    """The same file with every expert's gate and up in one tensor, `ffn_gate_up_exps`: first gate's rows, then up's."""
+    raw = source.read_bytes()
+    metadata, tensors = read_plainly(raw)
+    made = {}
+    for name, (number, ne, at) in tensors.items():
+        assert (TYPES[number].name, TYPES[number].block) in (("F16", 1), ("F32", 1))
+        made[name] = number, ne, raw[at : at + prod(ne) * TYPES[number].size]
+    for name in [name for name in made if name.endswith("ffn_gate_exps.weight")]:
+        (number, ne, gate), (_, _, up) = (made.pop(part) for part in (name, name.replace("gate", "up")))
+        both = [np.frombuffer(part, np.uint8).reshape(ne[2], -1) for part in (gate, up)]
+        content = np.concatenate(both, axis=1).tobytes()
+        made[name.replace("gate", "gate_up")] = number, [ne[0], 2 * ne[1], ne[2]], content
+    return legacy_file.put_together(metadata, made, out)
+
+
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "alone"])
+def test_gate_and_up_in_one_tensor(opened, fixtures: Path, tmp_path: Path, fuse: bool) -> None:
+    file = joined(fixtures / "exact/qwen35moe-f16.gguf", tmp_path / "joined.gguf")
+    executor, _, reference = opened("qwen35moe", file=file, fuse=fuse)
+    apart, _, _ = opened("qwen35moe", fuse=fuse)
+    assert any("ffn_gate_up_exps" in name for name in executor.plan.weights)
+    assert sum(group.kind == "experts" for group in executor._lowering.groups) == (executor.plan.n_layer if fuse else 0)
+    ids = reference["ids"].tolist()
+    for step in (Step.text(ids[:9], 0, range(9)), Step.text(ids[9:10], 9, [0])):
+        for each in (executor, apart):
+            each.reserve(16)
+            each.forward(step)
+        assert executor.logits().tobytes() == apart.logits().tobytes()
 
 
 @pytest.mark.parametrize("name", ["large/qwen3", "large/llama"])
@@ -312,4 +344,38 @@ def test_scores_are_the_references(opened, name: str) -> None:
     assert len(executor._shapes) == 1 and executor.n_past == 3
     for each in (executor, reference):
         each.forward(Step.text([20], 3, [0]))
+    assert np.linalg.norm(executor.logits() - reference.logits()) <= BOUND * np.linalg.norm(reference.logits())
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen35", "deepseek3"])
+def test_a_long_steps_scores(opened, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Logits of a few rows at a time, launches a layer at a time, branches that begin tiles away from each other."""
+    monkeypatch.setattr(cuda, "HEAD_ROWS", 7)
+    monkeypatch.setattr(cuda, "LONG_STEP", 4)
+    executor, gguf, fixture = opened(name)
+    reference = ReferenceExecutor(gguf, executor.plan, 1024)
+    reference.reserve(64)
+    for each in (executor, reference):
+        each.forward(Step.text(range(5, 25), 0, []))
+    # 3 tokens more of the text, below them branches of 5, whose last grow another from their middle; then two roots.
+    parents, tokens = [-1, 0, 1], [1, 2, 3]
+    for branch in range(48):
+        at = len(parents)
+        parents += [2 if branch % 3 else PARENT_NONE if branch > 40 else 2, at, at + 1, at + 2, at + 3, at + 1]
+        tokens += [7 * branch + i for i in range(6)]
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0 if parent == PARENT_NONE else 20)
+    rows = list(range(2, len(tokens), 3))
+    step = Step(tokens, depths, parents, rows, 3)
+    targets = [[row, row + 1] for row in rows]
+    asked = []
+    got = executor.score(step, targets, lambda: asked.append(1))  # type: ignore[arg-type, func-returns-value]
+    assert len(asked) > executor.plan.n_layer + len(rows) // 7
+    # The bound of logits, as in tests/gpu/test_model.py.
+    deviation = BOUND * np.sqrt(np.square(fixture["logits"].astype(np.float64)).mean())
+    errors = np.subtract(got, reference.score(step, targets))
+    assert np.sqrt(np.square(errors).mean()) <= np.sqrt(2) * deviation and np.abs(errors).max() <= 4 * deviation
+    for each in (executor, reference):
+        each.forward(Step.text([20], 23, [0]))
     assert np.linalg.norm(executor.logits() - reference.logits()) <= BOUND * np.linalg.norm(reference.logits())

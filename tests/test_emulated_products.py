@@ -216,30 +216,78 @@ def test_exact_rows_with_norm_bias_and_residual(run, swiglu):
             assert error(out, expected + residual, size) < EXACT
 
 
+class Routed:
+    """m tokens' choices of experts, none of the last; x, outputs and scratch; two matrices an expert."""
+
+    def __init__(self, name, m, n_expert, n_in, n_out, per_expert):
+        rng = np.random.default_rng([m, n_expert, n_in])
+        self.n_used = n_used = min(4, n_expert - 1)
+        self.name, self.m, self.n_in, self.n_out, self.per_expert = name, m, n_in, n_out, per_expert
+        made = [[weight(name, n_out, n_in, rng) for _ in range(n_expert)] for _ in range(2)]
+        self.raw = [room(b"".join(raw for raw, _ in matrix)) for matrix in made]
+        x = rows(m, n_in * (n_used if per_expert else 1), rng)
+        self.x = room(x, np.float32)
+        ids = np.stack([rng.permutation(n_expert - 1)[:n_used] for _ in range(m)])
+        self.routes = room(np.concatenate([ids, np.full((m, n_used), np.nan)], axis=1).astype(np.float32), np.float32)
+        self.out = room(np.full((m, n_used, n_out), np.nan, np.float32), np.float32)
+        self.experts = Experts(self.routes.ctypes.data, 2 * n_used, n_used, len(made[0][0][0]), n_expert)
+        size = expert_scratch_bytes(m, n_in, name, self.experts, per_expert=per_expert)
+        self.scratch = room(np.full(size, 0xFF, np.uint8))
+        parts = np.broadcast_to(x.reshape(m, -1, n_in).astype(np.float64), (m, n_used, n_in))
+        w = [np.stack([values for _, values in matrix])[ids] for matrix in made]
+        self.expected = [np.einsum("tki,tkoi->tko", parts, each) for each in w]
+        self.sizes = [np.sqrt(np.einsum("tki,tkoi->tko", parts**2, each**2)) for each in w]
+
+    def calls(self, n, limits=LIMITS, **options):
+        at = self.out.ctypes.data
+        matrices = [Matrix(self.name, raw.ctypes.data, self.n_out, at, self.n_out) for raw in self.raw[:n]]
+        entry = Input(self.x.ctypes.data, self.m, self.n_in, self.x.size // self.m)
+        scratch = self.scratch.ctypes.data
+        return expert_linear(limits, entry, matrices, self.experts, scratch, per_expert=self.per_expert, **options)
+
+    def found(self):
+        found = self.out.reshape(self.expected[0].shape).copy()
+        self.out[:] = np.nan
+        return found
+
+
 @pytest.mark.parametrize("per_expert", [False, True])
 @pytest.mark.parametrize(("m", "n_expert"), [(7, 7), (23, 3)])
-@pytest.mark.parametrize("name", ["F16", "BF16", "Q4_K", "Q5_0", "Q6_K"])
+@pytest.mark.parametrize("name", TYPES)
 def test_experts(run, name, m, n_expert, per_expert):
     """Some experts have many tokens, some none; and every slot is written once."""
-    rng = np.random.default_rng([m, n_expert])
-    n_used, n_in, n_out = min(4, n_expert - 1), 256, 45
-    made = [weight(name, n_out, n_in, rng) for _ in range(n_expert)]
-    at = room(b"".join(raw for raw, _ in made))
-    x = rows(m, n_in * (n_used if per_expert else 1), rng)
-    x_at = room(x, np.float32)
-    ids = np.stack([rng.permutation(n_expert - 1)[:n_used] for _ in range(m)])
-    routes = room(np.concatenate([ids, np.full((m, n_used), np.nan)], axis=1).astype(np.float32), np.float32)
-    out = room(np.full((m, n_used, n_out), np.nan, np.float32), np.float32)
-    experts = Experts(routes.ctypes.data, 2 * n_used, n_used, len(made[0][0]), n_expert)
-    size = expert_scratch_bytes(m, n_in, name, experts, per_expert=per_expert)
-    scratch = room(np.full(size, 0xFF, np.uint8))
-    entry = Input(x_at.ctypes.data, m, n_in, x.shape[1])
-    matrix = Matrix(name, at.ctypes.data, n_out, out.ctypes.data, n_out)
-    calls = expert_linear(LIMITS, entry, matrix, experts, scratch.ctypes.data, per_expert=per_expert)
-    names = run(calls)
+    routed = Routed(name, m, n_expert, 256, 45, per_expert)
+    names = run(routed.calls(1))
     assert names == ["group_experts", "prepare_rows", f"grouped_{name.lower()}"]
-    parts = x.reshape(m, -1, n_in).astype(np.float64)
-    parts = np.broadcast_to(parts, (m, n_used, n_in))
-    w = np.stack([values for _, values in made])[ids]
-    expected, sizes = np.einsum("tki,tkoi->tko", parts, w), np.sqrt(np.einsum("tki,tkoi->tko", parts**2, w**2))
-    assert error(out.reshape(m, n_used, n_out), expected, sizes) < EXACT
+    assert error(routed.found(), routed.expected[0], routed.sizes[0]) < EXACT
+
+
+GROUPED = {
+    "tiles that are full, and many stages": ("Q4_K", 75, 3, 1024, 70, LIMITS),
+    "a last stage that is not full": ("Q8_0", 20, 5, 352, 33, LIMITS),
+    "rows that begin anywhere": ("F16", 9, 3, 510, 33, LIMITS),
+    "half a block a slice": ("IQ3_S", 20, 3, 512, 50, LIMITS),
+    "little shared memory": ("Q4_K", 60, 3, 512, 70, Limits(4, 99 << 10)),
+    "hardly any": ("Q6_K", 40, 3, 512, 70, Limits(4, 64 << 10)),
+}
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("case", GROUPED)
+def test_experts_in_every_shape(run, case, swiglu):
+    """Gate and up at once or one matrix alone; again in the order that is there; and the same bits every time."""
+    *arguments, limits = GROUPED[case]
+    routed = Routed(*arguments, per_expert=False)
+    calls = routed.calls(1 + swiglu, limits)
+    names = run(calls)
+    found = routed.found()
+    if swiglu:
+        (gate, up), (gate_size, up_size) = routed.expected, routed.sizes
+        silu = gate * np.exp(-np.logaddexp(0, -gate))
+        assert error(found, silu * up, 1.1 * gate_size * np.abs(up) + np.abs(silu) * up_size) < EXACT
+    else:
+        assert error(found, routed.expected[0], routed.sizes[0]) < EXACT
+    again = routed.calls(1 + swiglu, limits, is_grouped=True)
+    assert run(again) == names[1:]
+    assert routed.found().tobytes() == found.tobytes()
+    assert calls[-1].shared + 768 <= limits.shared_per_block

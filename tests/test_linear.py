@@ -126,7 +126,7 @@ def test_every_row_is_computed_once():
 
 def test_experts_get_a_grid_row_each():
     x = Input(1 << 10, 3, 512, 512)
-    (call,) = expert_linear(LARGE, x, matrix("Q4_K"), Experts(1 << 13, 16, 8, 1 << 16, 128), per_expert=False)
+    (call,) = expert_linear(LARGE, x, [matrix("Q4_K")], Experts(1 << 13, 16, 8, 1 << 16, 128), per_expert=False)
     assert call.kernel == "matvec_q4_k" and call.grid[1] == 24
 
 
@@ -137,19 +137,19 @@ def test_experts_of_many_tokens_share_weights(per_expert):
     size = expert_scratch_bytes(512, 768, "Q4_K", experts, per_expert=per_expert)
     for n in (32, 100, 512):
         x = Input(1 << 10, n, 768, 768 * (8 if per_expert else 1))
-        calls = expert_linear(LARGE, x, matrix("Q4_K"), experts, SCRATCH, per_expert=per_expert)
+        calls = expert_linear(LARGE, x, [matrix("Q4_K")], experts, SCRATCH, per_expert=per_expert)
         assert [call.kernel for call in calls] == ["group_experts", "prepare_rows", "grouped_q4_k"]
         assert all(call.kernel in defined() or call.kernel == "group_experts" for call in calls)
-        expert, slots, _, _, _, n_slots, _, width, n_tiles = unpack_from("<3Q6i", calls[0].arguments[0])
+        tiles, slots, _, _, _, n_slots, _, width, n_tiles = unpack_from("<3Q6i", calls[0].arguments[0])
         _, _, halves, scale, rows, _, stride, padded, *_ = unpack_from("<4Q6ifi", calls[1].arguments[0])
-        assert (n_slots, width, calls[2].grid[1]) == (8 * n, 32, n_tiles)
+        assert (n_slots, width, calls[2].grid[1]) == (8 * n, 64, n_tiles)
         assert (rows, stride) == ((8 * n, 768) if per_expert else (n, 768))
-        assert n_tiles >= min(n_slots, 127 + -(-(n_slots - 127) // 32)), "the most uneven choice fits"
-        used = [(expert, 4 * n_tiles), (slots, 4 * width * n_tiles), (halves, 4 * rows * padded), (scale, 4 * rows)]
+        assert n_tiles >= min(n_slots, 127 + -(-(n_slots - 127) // 64)), "the most uneven choice fits"
+        used = [(tiles, 16 * n_tiles), (slots, 4 * n_slots), (halves, 4 * rows * padded), (scale, 4 * rows)]
         for start, length in used:
             assert start >= SCRATCH and start + length <= SCRATCH + size
             assert all(start == s or start + length <= s or s + m <= start for s, m in used)
-    few = expert_linear(LARGE, x._replace(n=31), matrix("Q4_K"), experts, SCRATCH, per_expert=per_expert)
+    few = expert_linear(LARGE, x._replace(n=31), [matrix("Q4_K")], experts, SCRATCH, per_expert=per_expert)
     assert [call.kernel for call in few] == ["matvec_q4_k"]
 
 
@@ -157,7 +157,7 @@ def test_experts_of_many_tokens_share_weights(per_expert):
 def test_every_type_of_experts_has_kernels(kind):
     experts = Experts(1 << 13, 16, 8, 1 << 16, 128)
     x = Input(1 << 10, 100, 768, 768)
-    *_, call = expert_linear(LARGE, x, matrix(kind), experts, SCRATCH, per_expert=False)
+    *_, call = expert_linear(LARGE, x, [matrix(kind)], experts, SCRATCH, per_expert=False)
     assert call.kernel in defined()
 
 

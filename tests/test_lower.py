@@ -3,6 +3,7 @@
 The driver is the fake one, which checks handles, parameter sizes, the bounds of every copy, and what is given back.
 """
 
+import json
 import subprocess
 import sys
 from itertools import pairwise
@@ -17,11 +18,12 @@ from reflex_ipc.cuda.buffers import Columns
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.executor import CudaExecutor
 from reflex_ipc.cuda.fuse import alone, fused
+from reflex_ipc.cuda.room import HEAD_ROWS, largest_step, tree_bytes
 from reflex_ipc.cuda.scoring import mask_of
 from reflex_ipc.cuda.weights import Weights
-from reflex_ipc.errors import CancelledError, OutOfMemoryError, ReflexError, UnsupportedModelError
+from reflex_ipc.errors import CancelledError, DeadlineError, OutOfMemoryError, ReflexError, UnsupportedModelError
 from reflex_ipc.gguf import GGUF
-from reflex_ipc.ops import inputs
+from reflex_ipc.ops import inputs, scope
 from reflex_ipc.plan import PARENT_NONE, Step
 from reflex_ipc.sampler import Sampler, Sampling
 
@@ -239,6 +241,73 @@ def test_a_step_is_ended_where_it_waits_for_weights(fake: Fake, kernels, model) 
     executor.close()
 
 
+def big_tree(n: int) -> tuple[Step, list[list[int]]]:
+    """Branches of 8 tokens below a context of 16, `n` in all, of which every one wants a log-probability."""
+    parents = [*range(-1, 15), *(15 if i % 8 == 0 else 15 + i for i in range(n - 16))]
+    positions = [*range(16), *(16 + i % 8 for i in range(n - 16))]
+    return Step([1] * n, positions, parents, range(15, n), 16), [[2]] * (n - 15)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_tree_is_one_step_where_memory_holds_it(fake: Fake, kernels, fixtures: Path, name: str) -> None:
+    """32k tokens: launches within the driver's limits, in no more memory than `step_limit` thought. With memory for a
+    part of it, a step of that size fits."""
+    n = 33000
+    with GGUF.open(fixtures / "exact" / f"{name}-f16.gguf") as gguf:
+        fake.set(memory=1 << 35)
+        executor = opened(fake, (gguf, archs.build(gguf)))
+        device = executor._device
+        assert device is not None and executor.step_limit(0, n) == n
+        assert executor.step_limit(0, 1 << 20) == largest_step(executor._lowering) >= n
+        before, _ = device.memory()
+        step, targets = big_tree(n)
+        scores = executor.score(step, targets)
+        assert list(map(len, scores)) == [1] * len(targets) and executor.n_past == 16
+        after, _ = device.memory()
+        need = tree_bytes(executor._lowering, 0, 0, n)
+        assert before - after <= need + (8 << 20)  # cache by granules, the targets
+        rows = [line for line in fake.log if line.startswith("cuLaunchKernelEx score_rows")]
+        assert len(rows) == -(-len(targets) // HEAD_ROWS)
+        assert sum(line.startswith("cuLaunchKernelEx rope_table") for line in fake.log) == 1
+        executor.close()
+        fake.reset()
+        fake.set(memory=(1 << 35) - before + need // 2)
+        executor = opened(fake, (gguf, archs.build(gguf)))
+        limit = executor.step_limit(0, n)
+        assert n // 6 < limit < n
+        executor.score(*big_tree(limit))
+        assert executor.step_limit(16, n) <= limit + limit // 8  # what a step gave back counts as free
+        executor.close()
+
+
+@needs_kernels
+def test_a_long_step_is_ended_between_layers(fake: Fake, kernels, model) -> None:
+    executor = opened(fake, model)
+    step, targets = big_tree(4096)
+    executor.score(step, targets)
+    for last in range(1, 100):
+        asked = 0
+
+        def poll(last: int = last) -> str | None:
+            nonlocal asked
+            asked += 1
+            return "deadline" if asked == last else None
+
+        executor.reset()
+        try:
+            executor.score(step, targets, poll)
+        except DeadlineError:
+            assert executor.n_past == 0
+        else:
+            break
+    scopes = [scope(group.name) for group in executor._lowering.groups]
+    borders = 1 + sum(a != b for a, b in pairwise(scopes))
+    assert borders > executor.plan.n_layer
+    assert last - 1 == 1 + borders + (len(targets) - 1) // HEAD_ROWS  # at the start, each layer, further rows
+    executor.close()
+
+
 @needs_kernels
 def test_too_little_memory_is_refused_before_the_upload(fake: Fake, kernels, model) -> None:
     fake.set(memory=1 << 20)
@@ -280,3 +349,33 @@ print(sorted((heavy | later) & set(sys.modules)))
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+@needs_kernels
+def test_the_benchmark_of_experts_runs(fake: Fake, tmp_path: Path) -> None:
+    """bench/experts.py, as far as a device that computes nothing can show it."""
+    script = Path(__file__).parent.parent / "bench" / "experts.py"
+    arguments = [
+        "--shapes",
+        "qwen3-30b-a3b",
+        "--layers",
+        "1",
+        "--rounds",
+        "1",
+        "--counts",
+        "1",
+        "64",
+        "--sweep",
+        "--library",
+    ]
+    done = subprocess.run(
+        [sys.executable, script, tmp_path, *arguments, fake.path],
+        env={"FAKECUDA_KERNELS": str(KERNELS), "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    saved = json.loads((tmp_path / "experts.json").read_text())
+    assert [(row["down"], row["n"]) for row in saved["rows"]] == [(k, n) for k in ("Q4_K", "Q6_K") for n in (1, 64)]
+    assert {(row["n"], row["what"]) for row in saved["shapes"]} == {(64, "gate, up"), (64, "down")}

@@ -7,7 +7,8 @@ from emulator.matvec import Matvec
 from gguf.constants import GGMLQuantizationType as Type
 
 from reflex_ipc.cuda import linear
-from reflex_ipc.cuda.products import Input, Limits, Matrix
+from reflex_ipc.cuda.experts import expert_linear
+from reflex_ipc.cuda.products import Experts, Input, Limits, Matrix
 
 LARGE, SMALL = Limits(4, 232448), Limits(2, 65536)
 BOUND = 1.5e-4
@@ -110,3 +111,30 @@ def test_products(
         assert np.linalg.norm(out - wanted) <= BOUND * np.linalg.norm(wanted)
     run(calls)
     assert [out.tobytes() for out in outs] == first
+
+
+@pytest.mark.parametrize("n_matrices", [1, 2])
+@pytest.mark.parametrize("per_expert", [False, True])
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "F16"])
+def test_experts_one_by_one(run: Matvec, kind: str, per_expert: bool, n_matrices: int) -> None:
+    """Gate and up of every token's experts in one launch, or one matrix of each."""
+    rng, memory = np.random.default_rng(n_matrices), Memory()
+    n, n_used, n_expert, n_out, width = 3, 2, 5, 37, 512
+    x = memory(rng.standard_normal((n, n_used if per_expert else 1, width)).astype(np.float32))
+    ids = np.stack([rng.permutation(n_expert)[:n_used] for _ in range(n)])
+    routes = memory(np.concatenate([ids, np.full((n, n_used), np.nan)], axis=1).astype(np.float32))
+    out = memory(np.full((n, n_used, n_out), np.nan, np.float32))
+    matrices, sides = [], []
+    for _ in range(n_matrices):
+        data, values = weights(rng, kind, n_expert * n_out, width)
+        matrices.append(Matrix(kind, memory(data).ctypes.data, n_out, out.ctypes.data, n_out))
+        chosen = values.reshape(n_expert, n_out, width)[ids]
+        parts = np.broadcast_to(x.astype(np.float64), (n, n_used, width))
+        sides.append(np.einsum("tki,tkoi->tko", parts, chosen))
+    experts = Experts(routes.ctypes.data, 2 * n_used, n_used, data.size // n_expert, n_expert)
+    entry = Input(x.ctypes.data, n, width, x.size // n)
+    calls = expert_linear(LARGE, entry, matrices, experts, per_expert=per_expert)
+    assert [call.kernel for call in calls] == [f"matvec_{kind.lower()}"]
+    run(calls)
+    wanted = sides[0] if n_matrices == 1 else sides[0] * np.exp(-np.logaddexp(0, -sides[0])) * sides[1]
+    assert np.linalg.norm(out - wanted) <= BOUND * np.linalg.norm(wanted)

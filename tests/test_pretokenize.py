@@ -1,5 +1,7 @@
 """The split rules and the tables of Unicode, against engines that have the published rules and their own tables."""
 
+import random
+import re
 import subprocess
 import sys
 import time
@@ -11,7 +13,8 @@ import regex
 from tokenizer_oracles import PATTERNS, Pieces, Texts, library_rules
 from tokenizers import normalizers
 
-from reflex_ipc import pretokenize
+from reflex_ipc import errors, pretokenize
+from reflex_ipc.errors import Watch
 from reflex_ipc.pretokenize import PRE_TOKENIZERS, Splitter, nfc
 from reflex_ipc.unicode_tables import NORMALISED, general_class
 
@@ -33,6 +36,75 @@ def test_split_as_the_published_rules(pre: str) -> None:
         assert pieces == oracle.split(text), ascii(text)
         assert pieces == [piece for piece, _ in library.pre_tokenize_str(text)], ascii(text)
         assert "".join(pieces) == text
+
+
+BORDERING = "  az19\u0431\u0439\uac00\u4e00\u9fa5\u3002\uff0c\uff1a\n\r\t!$'s"
+BORDERING += "\u0301\u0308\u1161\u3000\xa0\x01\u0e01\u0627\u30a2\xe9"
+AT_BORDERS = [
+    "a ",
+    "Z ",
+    "0 ",
+    ", ",
+    "' ",
+    "_ ",
+    "] ",
+    "\u0439 ",
+    "\uac00 ",
+    "\u4e00\u3002",
+    "\u9fa5\uff0c",
+    "\u4e00\uff1f",
+]
+
+
+@pytest.mark.parametrize("pre", PATTERNS)
+def test_a_text_may_be_cut_at_every_border(pre: str) -> None:
+    """Normalised or not, by the published patterns: what is before a border and what is behind it make the whole."""
+    splitter, oracle = Splitter(pre), Pieces(pre)
+    texts, rng = Texts(seed=3), random.Random(pre)
+    n_cut = 0
+    for i in range(20_000):
+        text = "".join(rng.choices(BORDERING, k=rng.randrange(2, 16)))
+        if i % 2:
+            text = texts.short() + text
+        text += rng.choice(AT_BORDERS) + "".join(rng.choices(BORDERING, k=rng.randrange(8)))
+        for at in [match.end() for match in re.finditer(pretokenize._BORDER, text)]:
+            n_cut += 1
+            left, right = text[:at], text[at:]
+            assert nfc(left) + nfc(right) == nfc(text), ascii(text)
+            assert splitter.split(left) + splitter.split(right) == splitter.split(text), ascii(text)
+            if i % 8 == 0:
+                assert oracle.split(left) + oracle.split(right) == oracle.split(text), ascii(text)
+    assert n_cut > 20_000
+
+
+def test_the_border_is_the_last_and_may_be_far_away() -> None:
+    assert pretokenize.border("one two three") == len("one two")
+    assert pretokenize.border("one two three ") == len("one two three")
+    assert pretokenize.border("one" + "\n" * 100_000) == pretokenize.border("") == pretokenize.border(" ") == 0
+    assert pretokenize.border("one two" + "\n" * 100_000) == len("one")
+    assert pretokenize.border("\u4f60\u597d\u3002\u4f60") == 2
+
+
+@pytest.mark.parametrize("pre", PATTERNS)
+@pytest.mark.parametrize("unit", ["word ", "\u0301\u4e00\u30021x$ ", "a!1", "\u0e01\u30a2!"])
+def test_a_long_text_is_the_same_in_segments_and_watched(monkeypatch: pytest.MonkeyPatch, pre: str, unit: str) -> None:
+    splitter, text = Splitter(pre), nfc(unit * 700)
+    whole = splitter.split(text)
+    monkeypatch.setattr(pretokenize, "_LONG_TEXT", 200)
+    monkeypatch.setattr(pretokenize, "_SEGMENT", 100)
+    parts = list(pretokenize.segments(text))
+    assert "".join(parts) == text and (len(parts) > 10) == (pretokenize.border(text) > 0)
+    asked = 0
+
+    def ask() -> None:
+        nonlocal asked
+        asked += 1
+
+    watch = Watch(lambda: ask())
+    monkeypatch.setattr(errors, "ASK_EVERY_S", 0.0)
+    assert [piece for part in parts for piece in splitter.split(part, watch)] == whole
+    assert splitter.split(text, watch) == whole
+    assert asked > 10
 
 
 @pytest.mark.parametrize("pre", PATTERNS)

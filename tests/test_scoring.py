@@ -14,6 +14,7 @@ from reflex_ipc import scoring
 from reflex_ipc.engine import Engine
 from reflex_ipc.errors import CancelledError, ContextOverflowError, DeadlineError, InvalidRequestError
 from reflex_ipc.plan import PARENT_NONE, Step
+from reflex_ipc.reference import memory
 
 FAMILIES = [
     "llama",
@@ -85,12 +86,101 @@ def test_scoring_leaves_the_prompts_state(fixtures: Path, name: str) -> None:
 def test_more_passes_say_the_same(fixtures: Path, name: str) -> None:
     with Engine.open(fixtures / "exact" / f"{name}-f16.gguf", backend="cpu") as engine:
         one = engine.score("once more and again", CANDIDATES, normalize="pmi")
-        engine._executor.step_limit = lambda n_past: 4  # type: ignore[method-assign]
+        engine._executor.step_limit = lambda n_past, n_tokens: 4  # type: ignore[method-assign]
         many = engine.score("once more and again", CANDIDATES, normalize="pmi")
         assert many.passes > one.passes == 1
         for a, b in zip(one.candidates, many.candidates, strict=True):
             assert np.abs(np.subtract(a.token_logprobs, b.token_logprobs)).max() <= 1e-4
             assert a.score == pytest.approx(b.score, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen35", "deepseek3"])
+@pytest.mark.parametrize("n_tree", [4096, 32768])
+def test_thousands_of_candidates_are_one_pass(fixtures: Path, name: str, n_tree: int) -> None:
+    """4,096 candidates, of two tokens or so, or as many tokens as are allowed; every tenth goes on from another."""
+    rng = np.random.default_rng(n_tree)
+    with Engine.open(fixtures / "exact" / f"{name}-f16.gguf", backend="cpu") as engine:
+        tails = rng.integers(3, engine.tokenizer.n_vocab, (scoring.MAX_CANDIDATES, 14)).tolist()
+        for i in range(0, len(tails), 10):
+            tails[i][:3] = tails[i - 1][:3]
+        lengths = [2] * len(tails)
+        while (missing := n_tree - len(scoring.tree([t[:n] for t, n in zip(tails, lengths, strict=True)]).tokens)) > 0:
+            for i in range(min(missing, len(tails))):
+                lengths[i] += lengths[i] < 14
+        context = [5, 6, 7, 8, 9]
+        texts = [scoring.Tail(str(i), tuple(t[:n]), n) for i, (t, n) in enumerate(zip(tails, lengths, strict=True))]
+        engine._begin(len(context))
+        steps: list[Step] = []
+        run = engine._executor.score
+        engine._executor.score = lambda step, *rest: (steps.append(step), run(step, *rest))[1]  # type: ignore[method-assign]
+        split = scoring.Split(context, texts, 0, None)
+        result = scoring.Scoring(engine._executor, split, scoring.Options()).run()
+        assert result.passes == len(steps) == 1
+        assert len(context) + n_tree - 64 <= len(steps[0].tokens) <= len(context) + n_tree
+        for i in [0, 1, 9, 10, *rng.integers(0, len(tails), 12)]:
+            expected = alone(engine, context, texts[i].tokens)
+            assert np.abs(np.subtract(result.candidates[i].token_logprobs, expected)).max() <= 1e-4
+
+
+def test_passes_depend_on_memory_alone(fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine.open(fixtures / "exact" / "llama-f16.gguf", backend="cpu") as engine:
+        candidates = [f" {a}{b}{c}{b}{a}{c}{b}" for a in "abcdefgh" for b in "ijklmnop" for c in "qrstuvwxyz"]
+        one = engine.score("once more", candidates)
+        base = memory.estimate(engine.plan, 512, 512).scratch
+        monkeypatch.setattr(memory, "available", lambda: 2 * base + (1 << 20))
+        some = engine.score("once more", candidates)
+        assert one.passes == 1 < some.passes < 8
+        for a, b in zip(one.candidates, some.candidates, strict=True):
+            assert np.abs(np.subtract(a.token_logprobs, b.token_logprobs)).max() <= 1e-4
+
+
+def test_the_beginning_of_a_long_prompt_is_no_pass(fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine.open(fixtures / "exact" / "qwen35-f16.gguf", backend="cpu") as engine:
+        prompt = "once more and again " * 20
+        one = engine.score(prompt, CANDIDATES)
+        monkeypatch.setattr(scoring, "LONGEST_TOGETHER", 30)
+        monkeypatch.setattr(scoring, "PREFILL_CHUNK", 7)
+        ahead = engine.score(prompt, CANDIDATES)
+        assert ahead.passes == one.passes == 1
+        for a, b in zip(one.candidates, ahead.candidates, strict=True):
+            assert np.abs(np.subtract(a.token_logprobs, b.token_logprobs)).max() <= 1e-4
+
+
+PROMPTS = [
+    "The capital of France is",
+    "x",
+    "",
+    "one two  ",
+    "12 34 5",
+    "a\u0301 e",
+    "\u4f60\u597d\u3002",
+    "it' s",
+    "no_space",
+    " ",
+]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen35", "deepseek3"])
+def test_tokens_are_those_of_the_whole_text(fixtures: Path, name: str) -> None:
+    """Prompts are made into tokens once up to a border; what comes out is what every text as a whole gives."""
+    with Engine.open(fixtures / "exact" / f"{name}-f16.gguf", backend="cpu") as engine:
+        tokenizer = engine.tokenizer
+        for prompt in PROMPTS:
+            for tails in (CANDIDATES, ["\u0301", "s", " 6"], ["\n", "\n\n", "  x"]):
+                texts = scoring.of_text(tokenizer, prompt, tails, "", 999, None)
+                wholes = [tokenizer.encode(prompt + tail, bos=tokenizer.add_bos) for tail in tails]
+                assert [texts.before + whole for whole in texts.wholes] == wholes
+                ids = tokenizer.encode(prompt, bos=tokenizer.add_bos)
+                assert texts.before + texts.prompt == ids
+                n = scoring.border(ids, wholes)
+                split = scoring.split(tokenizer, texts, end=False)
+                assert split.context[: n or None] == (ids[:n] or [split.neutral])
+                assert [list(tail.tokens) for tail in split.tails] == [whole[n:] for whole in wholes]
+                assert split.healed == len(ids) - n
+                parts = [(prompt, True), ("<|im_end|>" if "x" in prompt else "", True)]
+                chat = scoring.of_parts(tokenizer, parts, tails, "", 999, None)
+                for tail, whole in zip(tails, chat.wholes, strict=True):
+                    assert chat.before + whole == tokenizer.encode_parts([*parts, (tail, False)])
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=12), st.integers(1, 30))

@@ -1,7 +1,9 @@
 """Text to ids and back, with real vocabularies: recorded ids, the models' own library, damaged files, hostile texts."""
 
+import contextlib
 import itertools
 import json
+import random
 import subprocess
 import sys
 import time
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizer_oracles import Texts, library_tokenizer, unpack, with_pre, write_vocabulary
 
 from reflex_ipc.bpe import SYMBOLS
-from reflex_ipc.errors import InvalidRequestError, ModelFileError, UnsupportedModelError
+from reflex_ipc.errors import CancelledError, InvalidRequestError, ModelFileError, UnsupportedModelError
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.pretokenize import PRE_TOKENIZERS, nfc
 from reflex_ipc.tokenizer import Tokenizer
@@ -413,3 +415,59 @@ print([name for name in sys.argv[2:] if name in sys.modules])
     command = [sys.executable, "-S", "-c", code, str(vocabulary("qwen3")), *heavy]
     run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert run.stdout == "[785, 6722, 315, 9625, 374]\n[]\n"
+
+
+@pytest.mark.parametrize("name", [*VOCABULARIES, "smollm2"])
+def test_ids_are_those_of_the_parts_at_a_border(name: str, vocabulary: Path_, fixtures: Path) -> None:
+    """Whatever follows: recorded texts and random ones, with control tokens between."""
+    tokenizer = Tokenizer.from_gguf(vocabulary(name))
+    texts, rng = Texts(seed=4), random.Random(4)
+    recorded = [text for text, _ in vectors(fixtures, name)]
+    specials = [text for text, _ in tokenizer._special][:50]
+    n_cut = 0
+    for _ in range(4000):
+        prompt = "".join(
+            rng.choice([texts.short(), rng.choice(recorded)[:40], "word ", "\u4f60\u3002"]) for _ in range(3)
+        )
+        if rng.random() < 0.3:
+            at = rng.randrange(len(prompt))
+            prompt = prompt[:at] + rng.choice(specials) + prompt[at:]
+        tail = rng.choice([texts.short(), " word", "word", "\u0301", rng.choice(specials)])
+        at = tokenizer.border(prompt)
+        n_cut += at > 0
+        whole = tokenizer.encode(prompt + tail, bos=False)
+        assert tokenizer.encode(prompt[:at], bos=False) + tokenizer.encode(prompt[at:] + tail, bos=False) == whole
+        parts = [(prompt[:at], True), (prompt[at:], True), (tail, False)]
+        assert tokenizer.encode_parts(parts[:1]) + tokenizer.encode_parts(parts[1:]) == tokenizer.encode_parts(
+            [(prompt, True), (tail, False)]
+        )
+    assert n_cut > 2000
+
+
+def test_where_special_tokens_have_borders_inside_there_is_none(tmp_path: Path) -> None:
+    tokens = [*"ab ", "a b"]
+    tokenizer = Tokenizer.from_gguf(write_vocabulary(tmp_path / "v.gguf", tokens, [], [1, 1, 1, 4]))
+    assert tokenizer.border("a a b a b") == 0
+    tokenizer = Tokenizer.from_gguf(write_vocabulary(tmp_path / "v.gguf", tokens, [], [1, 1, 1, 1]))
+    assert tokenizer.border("a a b a b") == 7
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek-llm"])
+@pytest.mark.parametrize("unit", ["ab", "!", "word, ", "\u4e00", "\u0e01\u0e32 ", "1x\u0301 "])
+def test_megabytes_end_when_they_are_told_to(name: str, unit: str, vocabulary: Path_) -> None:
+    """Asked as often as every tenth of a second (of this thread's time), for some seconds or as long as it takes."""
+    tokenizer = Tokenizer.from_gguf(vocabulary(name))
+    text = unit * (3_000_000 // len(unit))
+    began = last = time.thread_time()
+    longest = 0.0
+
+    def poll() -> str | None:
+        nonlocal last, longest
+        now = time.thread_time()
+        longest, last = max(longest, now - last), now
+        return "cancelled" if now - began > 1 else None
+
+    with contextlib.suppress(CancelledError):
+        tokenizer.encode(text, poll=poll)
+    poll()
+    assert longest < 0.5

@@ -452,7 +452,7 @@ def test_exit_after_idle_does_not_cut_a_request(tiny: Path, private: Path) -> No
     with Server(tiny, private / "idle", "--exit-after-idle", 0.6) as server, server.connect() as client:
         client.ready()
         began = time.monotonic()
-        events = client.answer({"id": 1, **LONG, "max_tokens": 1500})
+        events = client.answer({"id": 1, **LONG, "max_tokens": 3000})
         assert time.monotonic() - began > 0.6
         assert events[-1]["finish_reason"] == "length"
         assert server.code() == 0

@@ -11,6 +11,7 @@ from reflex_ipc.cuda import families, lower
 from reflex_ipc.cuda.driver import gib
 from reflex_ipc.cuda.memory import aligned
 from reflex_ipc.cuda.places import PAGE, CacheLayout
+from reflex_ipc.cuda.room import Room, ancestor_bytes, largest_step, step_limit
 from reflex_ipc.cuda.sampling import CONTROL
 from reflex_ipc.errors import OutOfMemoryError
 
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 
 STEP = 64
 """Columns begin at multiples of this, so that every value is aligned to 256 bytes whatever the rows."""
-SLACK = 1 << 14
-"""Positions beyond the context that have addresses: the branches of a tree lie there while they are computed."""
+SLACK, LEAST_SLACK = 1 << 17, 1 << 14
+"""Positions beyond the context that have addresses: the branches of a tree lie there while they are computed. The
+second where addresses can't be had without memory."""
 LEAST_TOKENS = 64
 """Rows there is room for at least; more when a step has more."""
 
@@ -72,7 +74,6 @@ class Buffers:
         stream: "Stream",
         plan: "Plan",
         layout: CacheLayout,
-        columns: Columns,
         lowering: "Lowering",
         n_ctx: int,
         forget: "Callable[[], None]",
@@ -81,11 +82,12 @@ class Buffers:
         self._stream = stream
         self._plan = plan
         self._layout = layout
-        self._columns = columns
         self._lowering = lowering
         self._forget = forget
         self.places = lowering.places
-        self._cache = device.growing(layout.pages(n_ctx + SLACK) * layout.page_bytes, "keys and values")
+        slack = SLACK if device.attribute(device.VIRTUAL_MEMORY) else LEAST_SLACK
+        self._positions = n_ctx + slack
+        self._cache = device.growing(layout.pages(self._positions) * layout.page_bytes, "keys and values")
         self.places.cache = self._cache.address
         self._backed = 0
         self._values: Memory | None = None
@@ -135,23 +137,15 @@ class Buffers:
         for memory in (self._values, self._inputs):
             if memory is not None:
                 memory.close()
-        tables = {key: 4 * rope.n_rot * p.token_capacity for key, rope in lower.tables_of(self._plan).items()}
-        values = 4 * self._columns.width * p.token_capacity
-        selected = 4 * self._columns.selected_width * p.row_capacity
-        p.scratch_size = max(
-            self._lowering.linear_scratch(p.token_capacity, p.row_capacity),
-            self._lowering.finished_bytes(p.token_capacity),
-            families.scratch_bytes(self._plan, p.token_capacity),
-        )
-        sizes = [values, selected, p.scratch_size, *tables.values()]
-        self._values = arena = self._device.arena(sum(map(aligned, sizes)), "working space")
-        p.values = arena.take(values, "activations")
-        p.selected = arena.take(selected, "logits")
-        p.scratch = arena.take(p.scratch_size, "products")
-        for key, size in tables.items():
+        room = Room(self._lowering, p.token_capacity, p.row_capacity)
+        p.scratch_size = room.scratch
+        self._values = arena = self._device.arena(room.arena, "working space")
+        p.values = arena.take(room.values, "activations")
+        p.selected = arena.take(room.selected, "logits")
+        p.scratch = arena.take(room.scratch, "products")
+        for key, size in room.tables.items():
             p.tables[key] = arena.take(size, "rotary tables")
-        words = CONTROL.size + 4 * (2 * p.token_capacity + p.row_capacity)
-        self._inputs = inputs = self._device.allocate(words, "a step's inputs")
+        self._inputs = inputs = self._device.allocate(room.inputs, "a step's inputs")
         p.control = inputs.address
         p.tokens = p.control + CONTROL.size
         p.positions = p.tokens + 4 * p.token_capacity
@@ -172,10 +166,10 @@ class Buffers:
             ) from None
         self._backed = self._layout.pages(n_tokens) * PAGE
 
-    def hold_tree(self, n_tokens: int, size: int) -> None:
-        """Room for a tree of so many tokens, whose parents and mask take `size` bytes."""
+    def hold_tree(self, n_tokens: int) -> None:
+        """Room for the ancestors and the states of a tree of so many tokens."""
         p = self.places
-        self._tree = self._room(self._tree, size, "a tree's ancestors")
+        self._tree = self._room(self._tree, ancestor_bytes(n_tokens, p.token_capacity), "a tree's ancestors")
         self._branches = self._room(self._branches, families.branch_bytes(self._plan, n_tokens), "a tree's states")
         p.parents, p.branches = self._tree.address, self._branches.address
 
@@ -183,6 +177,18 @@ class Buffers:
         """The address of room for log-probabilities."""
         self._scored = self._room(self._scored, size, "log-probabilities")
         return self._scored.address
+
+    def step_limit(self, n_past: int, n_tokens: int) -> int:
+        """How many of `n_tokens` one step behind `n_past` others may have, by the memory there is."""
+        n_tokens = min(n_tokens, largest_step(self._lowering), self._positions - n_past)
+        has_branches = families.branch_bytes(self._plan, 1) > 0
+        if n_tokens <= (LEAST_TOKENS if has_branches else self.places.token_capacity):
+            return n_tokens
+        free, _ = self._device.memory()
+        held = (self._values, self._inputs, self._tree, self._branches)
+        free += sum(memory.size for memory in held if memory is not None)  # given back when more is asked for
+        limit = step_limit(self._lowering, n_past, self._backed, n_tokens, free // 8 * 7)
+        return max(LEAST_TOKENS, limit)
 
     def _room(self, memory: "Memory | None", size: int, what: str) -> "Memory":
         """Memory of at least this size: the one there is, or another, which makes launches that know it worthless."""

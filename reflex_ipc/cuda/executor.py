@@ -16,13 +16,14 @@ from reflex_ipc.cuda.fuse import alone, fused
 from reflex_ipc.cuda.launch import Kernels
 from reflex_ipc.cuda.lower import Lowering
 from reflex_ipc.cuda.places import PAGE, CacheLayout, Places, Shape
+from reflex_ipc.cuda.room import HEAD_ROWS
 from reflex_ipc.cuda.routed import RoutedFirst
 from reflex_ipc.cuda.sampling import CONTROL, Sampling
 from reflex_ipc.cuda.upload import Upload
 from reflex_ipc.cuda.weights import Weights
 from reflex_ipc.errors import CancelledError, DeadlineError, OutOfMemoryError, ReflexError, go_on
 from reflex_ipc.ops import ExpertLinear, scope
-from reflex_ipc.plan import LARGEST_STEP, Step
+from reflex_ipc.plan import Step
 from reflex_ipc.stamps import stamp
 
 TYPE_CHECKING = False
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], None]
 
+LONG_STEP = 2048
+"""From so many tokens on a step takes a fraction of a second or more, and is queued layer by layer."""
 REPORT_EVERY = 0.05  # seconds
 SCORE_THREADS = 512
 SHAPES = 16
@@ -140,7 +143,6 @@ class CudaExecutor:
 
             self._tracing = Tracing(self._trace, device, self._stream, upload, weights)
         self._places = places = Places()
-        self._columns = columns
         self._shapes: dict[tuple[int, int, bool, int], list[Launch]] = {}
         self._graphs: dict[tuple[int, str], GraphExec] = {}
         self._lowering = Lowering(
@@ -150,9 +152,7 @@ class CudaExecutor:
         if weights.experts and upload.knows_experts:
             self._routed = RoutedFirst(plan, upload, self._stream, self._lowering.at)
         self._sampling = Sampling(device, self._kernels, self._stream, plan.n_vocab, places)
-        self._buffers = Buffers(
-            device, self._stream, plan, self._layout, columns, self._lowering, self.n_ctx, self._forget
-        )
+        self._buffers = Buffers(device, self._stream, plan, self._layout, self._lowering, self.n_ctx, self._forget)
         self.reset()
 
     def _check_memory(
@@ -174,10 +174,6 @@ class CudaExecutor:
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
-
-    def _dev(self) -> "Device":
-        assert self._device is not None
-        return self._device
 
     # The sequence
 
@@ -266,19 +262,22 @@ class CudaExecutor:
         if is_tree:
             from reflex_ipc.cuda.scoring import mask_of
 
-            parents, mask = Struct(f"<{n}i{4 * spare}x").pack(*step.parents), mask_of(step)
-            self._buffers.hold_tree(n, len(parents) + len(mask))
+            self._buffers.hold_tree(n)
+            parents = Struct(f"<{n}i{4 * spare}x").pack(*step.parents)
             p.mask = p.parents + len(parents)
-            self._stream.to_device(p.parents, parents + mask)
+            self._stream.to_device(p.parents, parents)
+            self._stream.to_device(p.mask, mask_of(step))
 
     def _launches(
         self, shape: Shape, tracing: "Tracing | None" = None, poll: "Poll | None" = None
     ) -> "Iterator[Launch]":
         """A shape's launches, each as soon as it exists and the weights it needs are on their way.
 
-        `poll` is asked wherever there are weights to wait for; what it raises leaves the shape unknown.
+        `poll` is asked wherever there are weights to wait for, and between the layers of a long step, of which one is
+        queued when the one before is done; what it raises leaves the shape unknown.
         """
-        known = self._shapes.get(shape.key) if tracing is None else None
+        is_long = shape.n_tokens >= LONG_STEP
+        known = self._shapes.get(shape.key) if tracing is None and not is_long else None
         if known is not None:
             yield from known
             return
@@ -289,9 +288,13 @@ class CudaExecutor:
         routed, self._routed = self._routed, None  # of use to the first step alone
         if routed is not None and not routed.begin(shape.n_tokens):
             routed = None
+        layer = ""
         try:
             for group, launches in self._lowering.launches(shape):
                 if group is not None:
+                    if is_long and layer != (layer := scope(group.name)):
+                        self._stream.synchronize()
+                        go_on(poll)
                     if tracing is not None:
                         tracing.end(unless=scope(group.name))
                     needed = max((self._weights.group[name] for name in group.weights), default=-1)
@@ -312,7 +315,7 @@ class CudaExecutor:
             self._lowering.is_passing = False
             if routed is not None:
                 routed.end()
-        if is_loaded:
+        if is_loaded and not is_long:
             if len(self._shapes) >= SHAPES:
                 del self._shapes[next(iter(self._shapes))]
             self._shapes[shape.key] = made
@@ -351,14 +354,40 @@ class CudaExecutor:
     def score(self, step: Step, targets: "Sequence[Sequence[int]]", poll: "Poll | None" = None) -> list[list[float]]:
         from reflex_ipc.cuda.scoring import rounded
 
+        starts = range(0, len(step.rows), HEAD_ROWS)
+        n_most = max(sum(map(len, targets[start : start + HEAD_ROWS])) for start in starts)
+        at = self._buffers.hold_scores(4 * (HEAD_ROWS + 1 + 2 * n_most))
+        found: list[list[float]] = []
+        for start in starts:
+            rows = step.rows[start : start + HEAD_ROWS]
+            if start == 0:
+                self.forward(rounded(step._replace(rows=rows)), poll)
+            else:
+                self._head(len(step.tokens), rows, poll)
+            self._shape = Shape(len(step.tokens), len(rows))
+            found += self._log_probabilities(at, targets[start : start + HEAD_ROWS])
+        return found
+
+    def _head(self, n_tokens: int, rows: "Sequence[int]", poll: "Poll | None") -> None:
+        """The logits of other rows of the step that was just run."""
+        try:
+            go_on(poll)
+        except (CancelledError, DeadlineError):
+            self.reset()
+            raise
+        self._stream.to_device(self._places.rows, Struct(f"<{len(rows)}i").pack(*rows))
+        for group, launches in self._lowering.launches(Shape(n_tokens, len(rows))):
+            if group is not None and group.outputs[0].selected:
+                for launch in launches:
+                    launch()
+
+    def _log_probabilities(self, at: int, targets: "Sequence[Sequence[int]]") -> list[list[float]]:
+        """Of each row's target tokens, from the logits that are there; `at` is room for them."""
         n_targets = sum(map(len, targets))
         first = [0]
         for row in targets:
             first.append(first[-1] + len(row))
         words = Struct(f"<{len(first)}i{n_targets}i").pack(*first, *(token for row in targets for token in row))
-        at = self._buffers.hold_scores(len(words) + 4 * n_targets)
-        self.forward(rounded(step), poll)
-        self._shape = Shape(len(step.tokens), len(step.rows))
         out = at + len(words)
         self._stream.to_device(at, words)
         arguments = out, self._logits(0), at, at + 4 * len(first), self.plan.n_vocab
@@ -367,10 +396,8 @@ class CudaExecutor:
         values = Struct(f"<{n_targets}f").unpack(self._stream.read(out, 4 * n_targets))
         return [list(values[start:stop]) for start, stop in pairwise(first)]
 
-    def step_limit(self, n_past: int) -> int:
-        free, _ = self._dev().memory()
-        a_token = 4 * (self._columns.width + self._columns.selected_width) + self._layout.page_bytes // PAGE
-        return max(LEAST_TOKENS, min(LARGEST_STEP, free // 2 // a_token))
+    def step_limit(self, n_past: int, n_tokens: int) -> int:
+        return self._buffers.step_limit(n_past, n_tokens)
 
     # Decoding
 

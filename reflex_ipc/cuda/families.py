@@ -12,7 +12,7 @@ from reflex_ipc.cuda.products import Experts, Input, Matrix
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
     from reflex_ipc.cuda.fuse import Group
@@ -63,12 +63,14 @@ def before_routers(plan: "Plan") -> frozenset[str]:
 
 def scratch_bytes(plan: "Plan", n_tokens: int) -> int:
     """Room that products of experts need, latent attention and delta nets between their launches."""
-    need = 0
+    need = between_experts = for_experts = 0
     for op in plan.ops:
         if isinstance(op, ops.ExpertLinear):
             tensor = plan.weights[op.weight]
-            size = _expert_scratch(tensor, n_tokens, _experts_of(plan, op), per_expert=op.x.width != tensor.ne[0])
-            need = max(need, size)
+            per_expert = op.x.width != tensor.ne[0]
+            size = _expert_scratch(tensor, n_tokens, experts_of(plan, op), per_expert=per_expert)
+            for_experts = max(for_experts, size)
+            between_experts = max(between_experts, sum(_between_experts(op, n_tokens)))
         elif isinstance(op, ops.LatentAttention):
             between = aligned(sum(_between(op, n_tokens)))
             for name in op.weights:
@@ -76,7 +78,7 @@ def scratch_bytes(plan: "Plan", n_tokens: int) -> int:
                 need = max(need, between + size)
         elif isinstance(op, ops.DeltaRule):
             need = max(need, 4 * n_tokens * 2 * (op.q.width + op.v.width) + _chunk_bytes(op, n_tokens))
-    return need
+    return max(need, between_experts + for_experts)
 
 
 def _expert_scratch(tensor: "Tensor", n_tokens: int, experts: Experts, *, per_expert: bool) -> int:
@@ -85,7 +87,12 @@ def _expert_scratch(tensor: "Tensor", n_tokens: int, experts: Experts, *, per_ex
     return expert_scratch_bytes(n_tokens, tensor.ne[0], tensor.type.name, experts, per_expert=per_expert)
 
 
-def _experts_of(plan: "Plan", op: ops.ExpertLinear, ids: int = 0) -> Experts:
+def _between_experts(down: ops.ExpertLinear, n_tokens: int) -> tuple[int, int]:
+    """Bytes of what goes into experts' last product, and of what comes out of it."""
+    return aligned(4 * n_tokens * down.x.width), aligned(4 * n_tokens * down.out.width)
+
+
+def experts_of(plan: "Plan", op: ops.ExpertLinear, ids: int = 0) -> Experts:
     tensor = plan.weights[op.weight]
     n_expert = tensor.ne[2]
     return Experts(ids, op.routes.width, op.routes.width // 2, tensor.nbytes // n_expert, n_expert)
@@ -130,28 +137,64 @@ def route(low: "Lowering", op: ops.Route, shape: "Shape") -> "Iterator[Launch]":
 
 
 def expert_linear(low: "Lowering", op: ops.ExpertLinear, shape: "Shape") -> "Iterator[Launch]":
-    tensor = low.plan.weights[op.weight]
-    n_in, n_out, _ = tensor.ne
-    experts = _experts_of(low.plan, op, low.at(op.routes))
-    matrix = Matrix(tensor.type.name, low.weight(op.weight), n_out, low.at(op.out), n_out)
+    matrix, experts = matrix_of(low, op, low.at(op.out)), experts_of(low.plan, op, low.at(op.routes))
+    n_in = low.plan.weights[op.weight].ne[0]
     entry = Input(low.at(op.x), shape.n_tokens, n_in, op.x.width)
-    yield from _experts(low, entry, matrix, experts, low.places.scratch, per_expert=op.x.width != n_in)
+    yield from _experts(low, entry, [matrix], experts, low.places.scratch, per_expert=op.x.width != n_in)
+
+
+def matrix_of(low: "Lowering", op: ops.ExpertLinear, out: int) -> Matrix:
+    """Of its first expert."""
+    tensor = low.plan.weights[op.weight]
+    return Matrix(tensor.type.name, low.weight(op.weight), tensor.ne[1], out, tensor.ne[1])
 
 
 def _experts(
     low: "Lowering",
     entry: Input,
-    matrix: Matrix,
+    matrices: "Sequence[Matrix]",
     experts: Experts,
     scratch: int,
     *,
     per_expert: bool,
+    is_grouped: bool = False,
 ) -> "Iterator[Launch]":
     """A row of `matrix.out` is what one expert computes for one token; rows lie `out_stride` apart."""
     from reflex_ipc.cuda.experts import expert_linear
 
-    for call in expert_linear(low.limits, entry, matrix, experts, scratch, per_expert=per_expert):
+    calls = expert_linear(low.limits, entry, matrices, experts, scratch, per_expert=per_expert, is_grouped=is_grouped)
+    for call in calls:
         yield low.launch(call.kernel, call.grid, call.block[0], call.arguments, call.shared)
+
+
+def expert_group(low: "Lowering", group: "Group", shape: "Shape") -> "Iterator[Launch]":
+    """All that a layer's experts do: gate and up in one product, where many tokens share experts put in order once."""
+    from reflex_ipc.cuda.experts import are_grouped
+
+    *firsts, _, down, addition = group.parts
+    gate, n, weights = firsts[0], shape.n_tokens, low.plan.weights
+    n_used, n_ff = gate.routes.width // 2, weights[down.weight].ne[0]
+    act_bytes, mixed_bytes = _between_experts(down, n)
+    act = low.places.scratch
+    mixed = act + act_bytes
+    scratch = mixed + mixed_bytes
+    matrix = matrix_of(low, gate, act)._replace(n_out=n_ff, out_stride=n_ff)
+    if isinstance(firsts[1], ops.Slice):  # one tensor has both: behind an expert's gate rows come its up rows
+        matrices = [matrix, matrix._replace(weight=matrix.weight + n_ff * weights[gate.weight].row_bytes)]
+    else:
+        matrices = [matrix, matrix_of(low, firsts[1], act)]
+    experts = experts_of(low.plan, gate, low.at(gate.routes))
+    entry = Input(low.at(gate.x), n, gate.x.width, gate.x.width)
+    yield from _experts(low, entry, matrices, experts, scratch, per_expert=False)
+    is_grouped = are_grouped(n, experts, matrix.type)
+    experts = experts._replace(bytes=weights[down.weight].nbytes // experts.n_expert)
+    entry = Input(act, n, n_ff, down.x.width)
+    yield from _experts(
+        low, entry, [matrix_of(low, down, mixed)], experts, scratch, per_expert=True, is_grouped=is_grouped
+    )
+    width = addition.out.width
+    arguments = [low.at(addition.out), mixed, low.at(addition.routes), width * n, width, n_used]
+    yield low.launch("expert_sum", low.wide(width * n), 256, arguments)
 
 
 def expert_sum(low: "Lowering", op: ops.ExpertSum, shape: "Shape") -> "Iterator[Launch]":
@@ -327,7 +370,7 @@ def latent_attention(low: "Lowering", op: ops.LatentAttention, shape: "Shape") -
     values = low.plan.weights[op.weights[-1]]
     weight = low.weight(values.name) + (0 if len(op.weights) == 2 else d_nope * values.row_bytes)
     matrix = Matrix(values.type.name, weight, d_v, low.at(op.out), d_v)
-    yield from _experts(low, entry, matrix, _heads_of(low.plan, op, values.name, p.heads), scratch, per_expert=True)
+    yield from _experts(low, entry, [matrix], _heads_of(low.plan, op, values.name, p.heads), scratch, per_expert=True)
 
 
 def _absorb(low: "Lowering", op: ops.LatentAttention, n: int, absorbed: int, scratch: int) -> "Iterator[Launch]":
@@ -339,7 +382,7 @@ def _absorb(low: "Lowering", op: ops.LatentAttention, n: int, absorbed: int, scr
     entry = Input(plain, n, d_nope, op.n_head * d_nope)
     matrix = Matrix(k_b.type.name, low.weight(k_b.name), op.rank, absorbed, op.rank)
     heads = _heads_of(low.plan, op, k_b.name, low.places.heads)
-    yield from _experts(low, entry, matrix, heads, scratch, per_expert=True)
+    yield from _experts(low, entry, [matrix], heads, scratch, per_expert=True)
 
 
 def _absorb_rows(low: "Lowering", op: ops.LatentAttention, n: int, absorbed: int, _: int) -> "Iterator[Launch]":

@@ -21,12 +21,20 @@ class Format(NamedTuple):
         return 4 * self.piece * (block_pieces // 4 if block_pieces > 4 else 2 if self.piece == 16 else 1)
 
     @property
-    def few_slot(self) -> int:
-        """Bytes of a row of it, with room for one that begins elsewhere than at a multiple of 16."""
+    def _chunks(self) -> int:
         size = self.few_columns * self.block_bytes // self.block
-        chunks = size // 16 if self.block > 1 and self.block_bytes % 16 == 0 else (size + 30) // 16
+        return size // 16 if self.block > 1 and self.block_bytes % 16 == 0 else (size + 30) // 16
+
+    @property
+    def slot(self) -> int:
+        """Bytes of a row of it, with room for one that begins elsewhere than at a multiple of 16,"""
+        return 16 * (self._chunks | 1)
+
+    @property
+    def few_slot(self) -> int:
+        """and in `few.cuh` itself."""
         has_minima = self.piece == 64 and self.block_bytes % 16 == 0  # Q4_K and Q5_K
-        return 16 * ((chunks + 1) // 4 * 4 + 2 if has_minima else chunks | 1)
+        return 16 * ((self._chunks + 1) // 4 * 4 + 2) if has_minima else self.slot
 
     @property
     def rows(self) -> int:

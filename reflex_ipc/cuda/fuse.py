@@ -9,6 +9,8 @@ from reflex_ipc.ops import (
     Attention,
     Conv,
     DeltaRule,
+    ExpertLinear,
+    ExpertSum,
     L2Norm,
     Linear,
     RmsNorm,
@@ -39,6 +41,7 @@ class Group:
     linear_add   a product and the Add of something else to it
     attention    QK-norms and rotations of q and k, then Attention
     delta        Conv, the slices of it with the norms of q and k, DeltaRule, the norm of its heads, their gate (SwiGlu)
+    experts      ExpertLinear gate and up, or one of both and its two slices, their SwiGlu, down, and the ExpertSum
     """
 
     __slots__ = ("inputs", "kind", "outputs", "parts", "weights")
@@ -89,6 +92,8 @@ class _Fusion:
                 self.attention(op)
             elif isinstance(op, DeltaRule):
                 self.delta(op)
+            elif isinstance(op, ExpertSum):
+                self.experts(op)
         for op in self.plan.ops:
             if isinstance(op, RmsNorm) and op.n_group == 1 and op.out.name not in self.taken:
                 self.norm(op)
@@ -166,6 +171,34 @@ class _Fusion:
         is_one_width = n_key // op.n_head_k == n_value // op.n_head_v
         if is_one_width and all(self.only_reader(part) for part in inner):
             self.add("delta", [conv, *inner, op, norm, gate], self.order[gate.out.name])
+
+    def experts(self, op: ExpertSum) -> None:
+        """Take in the experts themselves: gate and up of the same x, of one type and shape, and down, all of a token's
+        same choice and read by nothing else."""
+        down = self.maker[op.x.name]
+        act = self.maker[down.x.name] if isinstance(down, ExpertLinear) else None
+        if not isinstance(down, ExpertLinear) or not isinstance(act, SwiGlu):
+            return
+        gate, up = self.maker[act.gate.name], self.maker[act.up.name]
+        first, second = gate, up
+        inner: list[Op] = [gate, up, act, down]
+        if any(self.only_reader(part) is not reader for part, reader in zip(inner, (act, act, down, op), strict=True)):
+            return
+        if isinstance(gate, Slice) and isinstance(up, Slice):  # halves of what one tensor makes
+            first = second = self.maker[gate.x.name]
+            n_used, n_ff = op.routes.width // 2, self.plan.weights[down.weight].ne[0]
+            wanted = [(first.out, n_used, 0, n_ff), (first.out, n_used, n_ff, n_ff)]
+            if [(part.x, part.n_group, part.start, part.length) for part in (gate, up)] != wanted:
+                return
+            if first.out.width != 2 * act.out.width or len(self.readers[first.out.name]) != 2:
+                return
+            inner.insert(0, first)
+        if not isinstance(first, ExpertLinear) or not isinstance(second, ExpertLinear):
+            return
+        tensors = [self.plan.weights[part.weight] for part in (first, second)]
+        is_alike = first.x == second.x and len({(tensor.type, tensor.ne) for tensor in tensors}) == 1
+        if is_alike and first.routes == second.routes == down.routes == op.routes:
+            self.add("experts", [*inner, op], self.order[op.out.name])
 
     def norm(self, op: RmsNorm) -> None:
         """A norm whose readers are all products goes into them."""

@@ -249,11 +249,11 @@ def _matmul(limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: int, 
     return calls
 
 
-def split_warps(tiles: Sequence[tuple[int, int]], n_slices: int, capacity: int, warps_log2: int = 3) -> tuple[int, int]:
+def split_warps(tiles: Sequence[tuple[int, int]], n_slices: int, capacity: int) -> tuple[int, int]:
     """(log2 of the warps that share a tile, blocks) that finish first; as `_lanes`, a warp at a time."""
     best = (0.0, 0, 0)
-    for log2 in range(warps_log2 + 1):
-        blocks = sum(-(-n // (rows << warps_log2 - log2)) for n, rows in tiles)
+    for log2 in range(WARPS.bit_length()):
+        blocks = sum(-(-n // (rows * (WARPS >> log2))) for n, rows in tiles)
         cost = -(-blocks // capacity) * (-(-n_slices // (1 << log2)) + 0.5 + 0.1 * log2)
         if not best[2] or cost < best[0]:
             best = (cost, log2, blocks)

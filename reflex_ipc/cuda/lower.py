@@ -462,4 +462,5 @@ _GROUPS: "dict[str, Callable[..., Iterator[Launch]]]" = {
     "linear_add": Lowering._linear_add,
     "attention": Lowering._attention_group,
     "delta": families.delta_group,
+    "experts": families.expert_group,
 }

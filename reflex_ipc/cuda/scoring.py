@@ -23,15 +23,17 @@ def rounded(step: Step) -> Step:
     )
 
 
-def mask_of(step: Step) -> bytes:
+def mask_of(step: Step) -> bytearray:
     """For every token a word that says whether it sees the cache, then a bit a token of the step that it sees."""
-    size = (len(step.tokens) + 31) // 32 * 4
-    ancestors: list[int] = []
-    sees_cache: list[int] = []
+    n = len(step.tokens)
+    size = 4 * (1 + (n + 31) // 32)
+    mask = bytearray(n * size)
+    rows = memoryview(mask)
     for i, parent in enumerate(step.parents):
-        ancestors.append((ancestors[parent] if parent >= 0 else 0) | 1 << i)
-        sees_cache.append(sees_cache[parent] if parent >= 0 else int(parent != PARENT_NONE))
-    return b"".join(
-        sees.to_bytes(4, "little") + bits.to_bytes(size, "little")
-        for sees, bits in zip(sees_cache, ancestors, strict=True)
-    )
+        at = i * size
+        if parent >= 0:
+            rows[at : at + size] = rows[parent * size : (parent + 1) * size]
+        elif parent != PARENT_NONE:
+            mask[at] = 1
+        mask[at + 4 + i // 8] |= 1 << i % 8
+    return mask

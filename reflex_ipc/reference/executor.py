@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from reflex_ipc.environment import usable_cpus
-from reflex_ipc.errors import CancelledError, DeadlineError, InvalidRequestError, OutOfMemoryError, Watch, go_on
+from reflex_ipc.errors import CancelledError, DeadlineError, InvalidRequestError, Watch, go_on
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.ops import last_uses
-from reflex_ipc.plan import LARGEST_STEP, PREFILL_CHUNK, Plan, Step
+from reflex_ipc.plan import PREFILL_CHUNK, Plan, Step
 from reflex_ipc.reference import memory
 from reflex_ipc.reference.ops import FUNCTIONS, Run, States
 from reflex_ipc.reference.weights import Weights
@@ -47,7 +47,7 @@ class ReferenceExecutor:
         self.plan = plan
         self.n_ctx = n_ctx
         self._path = gguf.path
-        self._check(memory.estimate(plan, min(n_ctx, memory.CONTEXT_STEP)))
+        memory.check(gguf.path, memory.first(plan, n_ctx))
         if threads is not None and not 1 <= threads <= _MOST_THREADS:
             raise InvalidRequestError(f"threads is {threads}; it must be between 1 and {_MOST_THREADS}", "threads")
         n_threads = threads or usable_cpus()
@@ -78,13 +78,8 @@ class ReferenceExecutor:
     def reserve(self, n_tokens: int) -> None:
         if n_tokens > self._states.n_reserved:
             n_tokens = min(self.n_ctx, -(-n_tokens // memory.CONTEXT_STEP) * memory.CONTEXT_STEP)
-            self._check(memory.estimate(self.plan, n_tokens)._replace(weights=0))
+            memory.check(self._path, memory.estimate(self.plan, n_tokens)._replace(weights=0))
             self._states.reserve(n_tokens)
-
-    def _check(self, need: memory.Need) -> None:
-        free = memory.available()
-        if free is not None and need.total > free:
-            raise OutOfMemoryError(f"{self._path} needs {need}; {memory.mib(free)} are free")
 
     def forward(self, step: Step, poll: "Poll | None" = None) -> None:
         with self._whole_or_nothing():
@@ -115,20 +110,19 @@ class ReferenceExecutor:
             self.reset()
             raise
 
-    def step_limit(self, n_past: int) -> int:
+    def step_limit(self, n_past: int, n_tokens: int) -> int:
         free = memory.available()
-        limit = LARGEST_STEP
-        while limit > PREFILL_CHUNK and free is not None:
-            if memory.estimate(self.plan, n_past + limit, limit).scratch <= free // 2:
+        while n_tokens > PREFILL_CHUNK and free is not None:
+            if memory.estimate(self.plan, n_past + n_tokens, n_tokens).scratch <= free // 2:
                 break
-            limit //= 2
-        return limit
+            n_tokens = max(PREFILL_CHUNK, n_tokens // 2)
+        return n_tokens
 
     def _run(self, step: Step, watch: Watch) -> Run:
         """Everything up to the selection of rows; the state moves on."""
         # Broken weights give infinities and NaN, which the sampler refuses by name; NumPy's warnings help nobody.
         np.seterr(all="ignore")
-        run = Run(step, self._weights, self._states)
+        run = Run(step, self._weights, self._states, watch)
         for op, dead in zip(self._body, self._dead, strict=True):
             run.values[op.out.name] = self._functions[type(op)](op, run)
             for name in dead:

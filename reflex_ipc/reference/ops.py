@@ -11,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from reflex_ipc import ops
+from reflex_ipc.errors import Watch
 from reflex_ipc.plan import PARENT_NONE, Step
+from reflex_ipc.reference.blocks import Block, blocks, by_rows, product
 from reflex_ipc.reference.weights import Weights
 
 Array = npt.NDArray[np.float32]
-Mask = npt.NDArray[np.bool_]
 
 
 class States:
@@ -46,34 +47,42 @@ class States:
 
 
 class Run:
-    """One step under way: the values computed so far, and what the step's shape says about who sees whom."""
+    """One step under way: the values computed so far, and what the step's shape says about who sees whom. `watch` is
+    called inside whatever takes long."""
 
-    def __init__(self, step: Step, weights: Weights, states: States) -> None:
+    def __init__(self, step: Step, weights: Weights, states: States, watch: Watch | None = None) -> None:
         self.step = step
         self.weights = weights
         self.states = states
+        self.watch = watch or Watch(None)
         self.n_past = states.n_past
         self.values: dict[str, Array] = {}
-        self._visible: Mask | None = None
+        self._blocks: dict[int, list[Block]] = {}
 
     def __getitem__(self, value: ops.Value) -> Array:
         return self.values[value.name]
 
-    @property
-    def visible(self) -> Mask:
-        """(T, n_past + T): may token i of the step see column j, the state's tokens first?"""
-        if self._visible is None:
-            parents = self.step.parents
-            n, past = len(parents), self.n_past
-            mask = np.zeros((n, past + n), np.bool_)
-            for i, parent in enumerate(parents):
-                if parent >= 0:
-                    mask[i] = mask[parent]
-                elif parent != PARENT_NONE:
-                    mask[i, :past] = True
-                mask[i, past + i] = True
-            self._visible = mask
-        return self._visible
+    def blocks(self, n_head: int) -> list[Block]:
+        """The step's tokens with what they see, for attention by `n_head` heads at once."""
+        if n_head not in self._blocks:
+            self._blocks[n_head] = blocks(self.step, self.n_past, n_head)
+        return self._blocks[n_head]
+
+    def part(self, start: int, stop: int) -> "Part":
+        return Part(self, start, stop)
+
+
+class Part(Run):
+    """Some rows of a run, for ops whose rows know nothing of each other."""
+
+    def __init__(self, run: Run, start: int, stop: int) -> None:
+        step = run.step
+        few = step._replace(tokens=step.tokens[start:stop], positions=step.positions[start:stop])
+        super().__init__(few, run.weights, run.states, run.watch)
+        self._whole, self._rows = run, slice(start, stop)
+
+    def __getitem__(self, value: ops.Value) -> Array:
+        return self._whole[value][self._rows]
 
 
 def embed(op: ops.Embed, run: Run) -> Array:
@@ -89,7 +98,7 @@ def rms_norm(op: ops.RmsNorm, run: Run) -> Array:
 
 
 def linear(op: ops.Linear, run: Run) -> Array:
-    out: Array = run[op.x] @ run.weights[op.weight].T
+    out = product(run[op.x], run.weights[op.weight], run.watch)
     if op.bias is not None:
         out += run.weights[op.bias]
     return out
@@ -119,13 +128,19 @@ def rotate(op: ops.Rotate, run: Run) -> Array:
 
 def attention(op: ops.Attention, run: Run) -> Array:
     n_tokens, past = len(run.step.tokens), run.n_past
-    q = run[op.q].reshape(n_tokens, op.n_head_kv, op.n_head // op.n_head_kv, -1)
+    group = op.n_head // op.n_head_kv
+    q = run[op.q].reshape(n_tokens, op.n_head_kv, group, -1)
     keys = _extend(run, op.k_state, run[op.k]).reshape(past + n_tokens, op.n_head_kv, -1)
     values = _extend(run, op.v_state, run[op.v]).reshape(past + n_tokens, op.n_head_kv, -1)
-    out = np.empty((n_tokens, op.n_head_kv, q.shape[2], values.shape[-1]), np.float32)
-    for h in range(op.n_head_kv):
-        scores = q[:, h] @ keys[:, h].T * np.float32(op.scale)  # (T, heads of this group, n_past + T)
-        out[:, h] = softmax(np.where(run.visible[:, None, :], scores, np.float32(-np.inf))) @ values[:, h]
+    out = np.empty((n_tokens, op.n_head_kv, group, values.shape[-1]), np.float32)
+    for block in run.blocks(group):
+        rows = slice(block.start, block.stop)
+        for h in range(op.n_head_kv):
+            # (rows, heads of this group, columns)
+            scores = q[rows, h] @ keys[block.columns, h].T * np.float32(op.scale)
+            block.hide(scores)
+            out[rows, h] = softmax(scores) @ values[block.columns, h]
+            run.watch()
     return out.reshape(n_tokens, -1)
 
 
@@ -183,11 +198,14 @@ def latent_attention(op: ops.LatentAttention, run: Run) -> Array:
         kv_b = run.weights[op.weights[0]].reshape(op.n_head, -1, op.rank)
         k_b, v_b = kv_b[:, :d_nope].transpose(0, 2, 1), kv_b[:, d_nope:]
     out = np.empty((len(q), op.n_head, v_b.shape[1]), np.float32)
-    for h in range(op.n_head):
-        absorbed = np.concatenate([q[:, h, :d_nope] @ k_b[h].T, q[:, h, d_nope:]], axis=1)
-        scores = absorbed @ rows.T * np.float32(op.scale)
-        mixed = softmax(np.where(run.visible, scores, np.float32(-np.inf))) @ rows[:, : op.rank]
-        out[:, h] = mixed @ v_b[h].T
+    for block in run.blocks(1):
+        some, seen = slice(block.start, block.stop), rows[block.columns]
+        for h in range(op.n_head):
+            absorbed = np.concatenate([q[some, h, :d_nope] @ k_b[h].T, q[some, h, d_nope:]], axis=1)
+            scores = absorbed @ seen.T * np.float32(op.scale)
+            block.hide(scores)
+            out[some, h] = softmax(scores) @ seen[:, : op.rank] @ v_b[h].T
+            run.watch()
     return out.reshape(len(q), -1)
 
 
@@ -219,7 +237,8 @@ def expert_linear(op: ops.ExpertLinear, run: Run) -> Array:
     out = np.empty((len(ids), n_used, weight.shape[1]), np.float32)
     for expert in np.unique(ids):
         chosen = ids == expert
-        out[chosen] = x[chosen] @ weight[expert].T
+        out[chosen] = product(x[chosen], weight[expert], run.watch)
+        run.watch()
     return out.reshape(len(ids), -1)
 
 
@@ -249,6 +268,7 @@ def conv(op: ops.Conv, run: Run) -> Array:
             before = zeros if at == PARENT_NONE else tail
             line += list(before[::-1][:missing])
         out[i] = np.einsum("kc,ck->c", np.stack(line[::-1]), taps)
+        run.watch()
     if step.n_keep:
         tail[:] = np.concatenate([tail, x[: step.n_keep]])[-(kernel - 1) :]
     return out * sigmoid(out)
@@ -292,6 +312,7 @@ def delta_rule(op: ops.DeltaRule, run: Run) -> Array:
             behind[i] = s
         if i == step.n_keep - 1:
             after = s
+        run.watch()
     if after is not kept:
         kept[:] = after
     return out.reshape(n, -1)
@@ -302,22 +323,22 @@ def select_rows(op: ops.SelectRows, run: Run) -> Array:
 
 
 FUNCTIONS: dict[type, Callable[[Any, Run], Array]] = {
-    ops.Embed: embed,
-    ops.RmsNorm: rms_norm,
+    ops.Embed: by_rows(embed),
+    ops.RmsNorm: by_rows(rms_norm),
     ops.Linear: linear,
-    ops.Rotate: rotate,
+    ops.Rotate: by_rows(rotate),
     ops.Attention: attention,
-    ops.SwiGlu: swiglu,
-    ops.Add: add,
-    ops.Slice: slice_,
-    ops.Concat: concat,
-    ops.Gate: gate,
+    ops.SwiGlu: by_rows(swiglu),
+    ops.Add: by_rows(add),
+    ops.Slice: by_rows(slice_),
+    ops.Concat: by_rows(concat),
+    ops.Gate: by_rows(gate),
     ops.LatentAttention: latent_attention,
-    ops.Route: route,
+    ops.Route: by_rows(route),
     ops.ExpertLinear: expert_linear,
-    ops.ExpertSum: expert_sum,
+    ops.ExpertSum: by_rows(expert_sum),
     ops.Conv: conv,
-    ops.L2Norm: l2_norm,
+    ops.L2Norm: by_rows(l2_norm),
     ops.DeltaRule: delta_rule,
     ops.SelectRows: select_rows,
 }

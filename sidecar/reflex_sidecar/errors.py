@@ -44,9 +44,8 @@ class ApiError(Exception):
             self.headers["retry-after"] = str(max(1, math.ceil(retry_after)))
 
     def body(self) -> dict[str, Any]:
-        kind = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}.get(
-            self.status, "invalid_request_error" if self.status < 500 else "server_error"
-        )
+        # As OpenAI answers, also where there is no such model or the key is wrong: `code` tells them apart.
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -56,6 +55,14 @@ class ClientGoneError(Exception):
 
 def bad_request(param: str | None, message: str, code: str = "invalid_request") -> ApiError:
     return ApiError(400, code, message if param is None else f"{param}: {message}", param=param)
+
+
+def missing(param: str, what: str) -> ApiError:
+    return bad_request(param, f"is missing; it has to be {what}", "missing_required_parameter")
+
+
+def wrong_type(param: str, what: str) -> ApiError:
+    return bad_request(param, f"has to be {what}", "invalid_type")
 
 
 def engine_gone(what: str) -> ApiError:

@@ -53,6 +53,7 @@ class Guard:
             return
         headers = Headers(scope=scope)
         try:
+            _check_version(scope["http_version"])
             _check_framing(headers)
             if scope["path"] == ALIVE_PATH:
                 await self._app(scope, receive, send)
@@ -147,6 +148,12 @@ def _without_port(host: str) -> str:
         return name + bracket if not rest or (rest[0] == ":" and rest[1:].isdigit()) else host
     name, colon, port = host.partition(":")
     return name if not colon or port.isdigit() else host
+
+
+def _check_version(version: str) -> None:
+    """A later HTTP/1 is understood as 1.1; anything else means something that this server does not know."""
+    if not version.startswith("1."):
+        raise _closing(ApiError(505, "http_version", f"this server speaks HTTP/1.1, not HTTP/{version}"))
 
 
 def _check_framing(headers: Headers) -> None:

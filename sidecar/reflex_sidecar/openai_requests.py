@@ -7,7 +7,7 @@ only what has to be translated, what can't be done (refused, by name) and what c
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from reflex_sidecar.errors import ApiError, bad_request
+from reflex_sidecar.errors import ApiError, bad_request, missing, wrong_type
 
 SAME = frozenset(
     [
@@ -148,8 +148,8 @@ def _given(body: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
             raise bad_request(name, "is not supported", "unsupported_parameter")
         if name not in known and name not in IMPOSSIBLE and name not in SAME:
             raise bad_request(name, "unknown parameter", "unknown_parameter")
-    if given.get("n", 1) != 1 or isinstance(given.get("n"), bool):
-        raise bad_request("n", "one answer a request is all there is", "unsupported_parameter")
+    if _count(given, "n", None, least=1) not in (None, 1):
+        raise bad_request("n", "one answer a request is all there is", "unsupported_value")
     return given
 
 
@@ -168,7 +168,7 @@ def _job(
     stream = _flag(body, "stream")
     options = body.get("stream_options", {})
     if not isinstance(options, dict):
-        raise bad_request("stream_options", "has to be an object")
+        raise wrong_type("stream_options", "an object")
     for name in options:
         if name not in ("include_usage", "include_obfuscation"):
             raise bad_request(f"stream_options.{name}", "unknown parameter", "unknown_parameter")
@@ -185,16 +185,20 @@ def _flag(body: dict[str, Any], name: str, path: str | None = None) -> bool:
     if value is None:
         return False
     if not isinstance(value, bool):
-        raise bad_request(path or name, "has to be true or false")
+        raise wrong_type(path or name, "true or false")
     return value
 
 
-def _count(body: dict[str, Any], name: str, most: int) -> int | None:
+def _count(body: dict[str, Any], name: str, most: int | None, least: int = 0) -> int | None:
     value = body.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-        raise bad_request(name, f"has to be an integer from 0 to {most}")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise wrong_type(name, "an integer")
+    if value < least:
+        raise bad_request(name, f"has to be at least {least}", "integer_below_min_value")
+    if most is not None and value > most:
+        raise bad_request(name, f"has to be at most {most}", "integer_above_max_value")
     return value
 
 
@@ -207,8 +211,9 @@ def _prompt(prompt: Any) -> str | list[int]:
     if isinstance(prompt, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in prompt):
         return prompt
     if isinstance(prompt, list) and len(prompt) > 1 and all(isinstance(each, str | list) for each in prompt):
-        raise bad_request("prompt", "one prompt a request is all there is", "unsupported_parameter")
-    raise bad_request("prompt", "has to be a text or a list of token ids")
+        raise bad_request("prompt", "one prompt a request is all there is", "unsupported_value")
+    kinds = "a text or a list of token ids"
+    raise missing("prompt", kinds) if prompt is None else wrong_type("prompt", kinds)
 
 
 _MESSAGE_FIELDS = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"))
@@ -217,15 +222,19 @@ _EMPTY_IN_ANSWERS = frozenset(("refusal", "audio", "annotations", "function_call
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:
-    if not isinstance(messages, list) or not messages:
-        raise bad_request("messages", "has to be a list of messages, and not empty")
+    if messages is None:
+        raise missing("messages", "a list of messages")
+    if not isinstance(messages, list):
+        raise wrong_type("messages", "a list of messages")
+    if not messages:
+        raise bad_request("messages", "there has to be a message", "empty_array")
     return [_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
 
 
 def _message(path: str, message: Any) -> dict[str, Any]:
     """One message for the chat template: content parts joined, `developer` called what templates call it."""
     if not isinstance(message, dict):
-        raise bad_request(path, "has to be an object")
+        raise wrong_type(path, "an object")
     given = {
         name: value
         for name, value in message.items()
@@ -234,25 +243,31 @@ def _message(path: str, message: Any) -> dict[str, Any]:
     for name in given:
         if name not in _MESSAGE_FIELDS:
             raise bad_request(f"{path}.{name}", "unknown parameter", "unknown_parameter")
-    if not isinstance(given.get("role"), str):
-        raise bad_request(f"{path}.role", "has to be a text")
+    if "role" not in given:
+        raise missing(f"{path}.role", "a text")
+    if not isinstance(given["role"], str):
+        raise wrong_type(f"{path}.role", "a text")
     if given["role"] == "developer":
         given["role"] = "system"
     content = given.get("content")
     if isinstance(content, list):
         given["content"] = "".join(_part(f"{path}.content[{i}]", part) for i, part in enumerate(content))
     elif content is not None and not isinstance(content, str):
-        raise bad_request(f"{path}.content", "has to be a text or a list of text parts")
+        raise wrong_type(f"{path}.content", "a text or a list of text parts")
     return given
 
 
 def _part(path: str, part: Any) -> str:
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise bad_request(path, "has to be an object with a type")
-    if part["type"] != "text":
-        raise bad_request(f"{path}.type", "only text parts are supported", "unsupported_parameter")
-    if not isinstance(part.get("text"), str):
-        raise bad_request(f"{path}.text", "has to be a text")
+    if not isinstance(part, dict):
+        raise wrong_type(path, "an object with a type")
+    for name, what in (("type", "the kind of part"), ("text", "a text")):
+        value = part.get(name)
+        if value is None:
+            raise missing(f"{path}.{name}", what)
+        if not isinstance(value, str):
+            raise wrong_type(f"{path}.{name}", what)
+        if name == "type" and value != "text":
+            raise bad_request(f"{path}.type", "only text parts are supported", "invalid_value")
     return str(part["text"])
 
 
@@ -261,7 +276,5 @@ def check_model(asked: Any, served: tuple[str, ...]) -> None:
     if asked is None or asked in served:
         return
     if not isinstance(asked, str):
-        raise bad_request("model", "has to be a text")
-    raise ApiError(
-        404, "model_not_found", f"model: {asked[:100]!r} is not served here; {served[0]!r} is", param="model"
-    )
+        raise wrong_type("model", "a text")
+    raise ApiError(404, "model_not_found", f"the model {asked[:100]!r} is not served here; {served[0]!r} is")

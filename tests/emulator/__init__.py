@@ -45,14 +45,15 @@ def naive_linear(
 def naive_experts(
     limits: Limits,
     x: Input,
-    matrix: Matrix,
+    matrices: list[Matrix],
     experts: Experts,
     scratch: int = 0,
     *,
     per_expert: bool,
+    is_grouped: bool = False,
 ) -> list[Call]:
     """In place of `experts.expert_linear`."""
-    return naive_linear(limits, x, [matrix], experts=experts, per_expert=per_expert)
+    return naive_linear(limits, x, matrices, swiglu=len(matrices) > 1, experts=experts, per_expert=per_expert)
 
 
 def half_linear(limits: Limits, x: Input, matrices: list[Matrix], scratch: int = 0, **options):
@@ -63,12 +64,12 @@ def half_linear(limits: Limits, x: Input, matrices: list[Matrix], scratch: int =
     return naive_linear(limits, x, matrices, scratch, **options)
 
 
-def half_experts(limits, x, matrix, experts, scratch=0, *, per_expert):
+def half_experts(limits, x, matrices, experts, scratch=0, **options):
     """The same for `experts.expert_linear`."""
-    calls = REAL_EXPERTS(limits, x, matrix, experts, scratch, per_expert=per_expert)
+    calls = REAL_EXPERTS(limits, x, matrices, experts, scratch, **options)
     if all(call.kernel.startswith(EMULATED) for call in calls):
         return calls
-    return naive_experts(limits, x, matrix, experts, scratch, per_expert=per_expert)
+    return naive_experts(limits, x, matrices, experts, scratch, **options)
 
 
 REAL_LINEAR, REAL_EXPERTS = linear.linear, expert_linear

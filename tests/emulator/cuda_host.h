@@ -51,6 +51,7 @@ extern dim3_host threadIdx, blockIdx, blockDim, gridDim;
 extern unsigned char emulated_shared[];
 
 void __syncthreads();
+int __syncthreads_or(int predicate);
 void __syncwarp(unsigned = ~0u);
 void *warp_slots();  // 32 places of 32 bytes of the running fiber's warp
 template <class T>

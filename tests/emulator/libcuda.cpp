@@ -98,6 +98,16 @@ void __syncthreads() {
     release_block();
     while (block_generation == generation) yield();
 }
+int __syncthreads_or(int predicate) {
+    static int some;
+    __syncthreads();
+    if (predicate) some = 1;
+    __syncthreads();
+    int found = some;
+    __syncthreads();
+    some = 0;
+    return found;
+}
 void __syncwarp(unsigned) {
     WarpState &w = warps[running / 32];
     int generation = w.generation;

@@ -43,7 +43,7 @@ static void naive_linear(const Naive a) {
                     for (int i = 0; i < a.width; i++) dot += double(x[i]) * w[i];
                     size_t at = ((size_t)t * parts + k) * m.out_stride + o;
                     float y = dot + (m.bias ? m.bias[o] : 0) ;
-                    if (a.swiglu && j == 1) { float g = m.out[at]; (void)g; float gate = a.m[0].out[(size_t)t * a.m[0].out_stride + o]; a.m[0].out[(size_t)t * a.m[0].out_stride + o] = gate / (1 + expf(-gate)) * y; continue; }
+                    if (a.swiglu && j == 1) { float &gate = a.m[0].out[((size_t)t * parts + k) * a.m[0].out_stride + o]; gate = gate / (1 + expf(-gate)) * y; continue; }
                     m.out[at] = y + (m.residual ? m.residual[at] : 0);
                 }
             }

@@ -371,7 +371,7 @@ def test_experts(gpu, name, m, per_expert):
     scratch = cp.full(size + 256, 0xFF, cp.uint8)
     at = scratch.data.ptr + -scratch.data.ptr % 256
     matrix = Matrix(name, weight, n_out, out.address, n_out)
-    gpu(expert_linear(gpu.limits, source, matrix, experts, at, per_expert=per_expert))
+    gpu(expert_linear(gpu.limits, source, [matrix], experts, at, per_expert=per_expert))
     matrices = [values(name, d, n_out, n_in) for d in data]
     rows = []
     for t in range(m):
@@ -379,3 +379,37 @@ def test_experts(gpu, name, m, per_expert):
         rows.append([products(part, matrices[e]) for e, part in zip(ids[t], parts, strict=True)])
     expected, size = (cp.concatenate([cp.concatenate([p[i] for p in r], axis=1) for r in rows]) for i in range(2))
     assert error(out.rows(), expected, size) < (2e-6 if scratch.size > 256 else bound(name, 1))
+
+
+@pytest.mark.parametrize("m", [1, 5, 70, 300])
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K", "Q8_0", "F16", "BF16", "IQ3_S", "MXFP4"])
+def test_gate_and_up_of_experts(gpu, name, m):
+    """In one product, one by one or put in order; again in the order that is there; the same bits every time."""
+    rng = np.random.default_rng(m)
+    n_expert, n_used, n_in, n_out = 7, 3, 768, 200
+    data = [[random_weight(name, n_out, n_in, rng) for _ in range(n_expert)] for _ in range(2)]
+    rooms = [on_device(b"".join(each)) for each in data]
+    x = activations(m, n_in, rng, spread=1)
+    ids = np.stack([rng.permutation(n_expert)[:n_used] for _ in range(m)])
+    routes = cp.asarray(np.concatenate([ids, np.full((m, n_used), np.nan)], axis=1).astype(np.float32))
+    source = Input(x.data.ptr, m, n_in, n_in)
+    experts = Experts(routes.data.ptr, 2 * n_used, n_used, len(data[0][0]), n_expert)
+    size = expert_scratch_bytes(m, n_in, name, experts, per_expert=False)
+    scratch = cp.full(size + 256, 0xFF, cp.uint8)
+    at = scratch.data.ptr + -scratch.data.ptr % 256
+    results = []
+    for is_grouped in (False, True, False):
+        out = Out(m, n_used * n_out)
+        matrices = [Matrix(name, weight, n_out, out.address, n_out) for _, weight in rooms]
+        gpu(expert_linear(gpu.limits, source, matrices, experts, at, per_expert=False, is_grouped=is_grouped))
+        results.append(out.rows())
+    assert all(bool((each == results[0]).all()) for each in results[1:])
+    sides = []
+    for each in data:
+        matrices = [values(name, d, n_out, n_in) for d in each]
+        rows = [[products(x[t : t + 1], matrices[e]) for e in ids[t]] for t in range(m)]
+        sides.append([cp.concatenate([cp.concatenate([p[i] for p in r], axis=1) for r in rows]) for i in range(2)])
+    (gate, gate_size), (up, up_size) = sides
+    silu = gate / (1 + cp.exp(-gate))
+    size_of = 1.1 * gate_size * cp.abs(up) + cp.abs(silu) * up_size
+    assert error(results[0], silu * up, size_of) < (2e-6 if size else bound(name, 1))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gguf_bytes import read_plainly
 
-from reflex_ipc import archs
+from reflex_ipc import archs, scoring
 from reflex_ipc.check import check_ops
 from reflex_ipc.cuda.executor import CudaExecutor
 from reflex_ipc.cuda.places import PAGE
@@ -248,6 +248,40 @@ def test_scores_are_the_references(fixtures: Path, name: str) -> None:
             )
             assert np.sqrt(np.square(errors).mean()) <= np.sqrt(2) * deviation
             assert np.abs(errors).max() <= 4 * deviation
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-w256-Q4_K_M", "qwen35", "deepseek3"])
+@pytest.mark.parametrize("n", [4096, 10_000])
+def test_thousands_of_tokens_are_one_pass(fixtures: Path, name: str, n: int) -> None:
+    """Against the CPU backend, with the bounds of the test before; where there are routers, 5% of the tokens may have
+    met another expert. And against several passes on the device."""
+    path = path_of(fixtures, name)
+    logits = np.load(path.with_suffix(".npz"))["logits"].astype(np.float64)
+    deviation = BOUNDS.get(name, 1e-2) * np.sqrt(np.square(logits).mean())
+    rng = np.random.default_rng(n)
+    with Engine.open(path, backend="cuda") as device, Engine.open(path, backend="cpu") as reference:
+        tails = rng.integers(3, device.tokenizer.n_vocab, (n // 4, 5)).tolist()
+        for i in range(0, len(tails), 10):
+            tails[i][:3] = tails[i - 1][:3]
+        texts = [scoring.Tail(str(i), tuple(tail), 5) for i, tail in enumerate(tails)]
+        split = scoring.Split([5, 6, 7, 8, 9, 10, 11], texts, 0, None)
+
+        def scores(engine: Engine) -> tuple[np.ndarray, int]:
+            engine._begin(len(split.context))
+            found = scoring.Scoring(engine._executor, split, scoring.Options()).run()
+            return np.array([each.token_logprobs for each in found.candidates]), found.passes
+
+        got, n_passes = scores(device)
+        wanted, _ = scores(reference)
+        assert n_passes == 1
+        errors = np.abs(got - wanted)
+        assert np.quantile(errors, 0.95) <= 4 * deviation
+        if name != "deepseek3":
+            assert errors.max() <= 8 * deviation
+        device._executor.step_limit = lambda n_past, n_tokens: 1500  # type: ignore[method-assign]
+        again, n_passes = scores(device)
+        assert n_passes > 1
+        assert np.quantile(np.abs(got - again), 0.95) <= deviation
 
 
 @pytest.mark.parametrize("name", [*DENSE, *OTHERS])

@@ -80,6 +80,7 @@ def raw_answer(sidecar: Sidecar, request: bytes) -> tuple[int, dict[str, str], b
         b"GET /livez HTTP/1.1\r\nHost: localhost\r\nbad header\r\n\r\n",
         b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1, 2\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",  # TLS
+        b"GET /livez HTTP/11.1\r\nHost: localhost\r\n\r\n",
     ],
 )
 def test_what_is_no_http_is_told_so_in_json(child: Sidecar, request_: bytes) -> None:
@@ -88,6 +89,22 @@ def test_what_is_no_http_is_told_so_in_json(child: Sidecar, request_: bytes) -> 
     assert int(headers["content-length"]) == len(body)
     error = json.loads(body)["error"]
     assert error["code"] == "bad_http" and set(error) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("version", ["9.9", "2.0", "0.9", "3.1"])
+@pytest.mark.parametrize("path", ["/livez", "/v1/models", "/", "*"])
+def test_another_version_of_http_is_refused(child: Sidecar, version: str, path: str) -> None:
+    follows = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    request = f"GET {path} HTTP/{version}\r\nHost: localhost\r\n\r\n".encode()
+    status, headers, body = raw_answer(child, request + follows)
+    assert (status, headers["connection"]) == (505, "close")
+    assert json.loads(body)["error"]["code"] == "http_version"  # and nothing follows
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1", "1.2"])
+def test_every_http_1_is_answered(child: Sidecar, version: str) -> None:
+    request = f"GET /livez HTTP/{version}\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+    assert raw_answer(child, request)[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/livez", "/"])
@@ -280,7 +297,7 @@ def test_line_longer_than_the_engine_takes(tiny: Path, tmp_path: Path) -> None:
 def test_no_such_route(child: Sidecar, method: str, path: str, status: int) -> None:
     answer = httpx.request(method, child.url + path)
     assert answer.status_code == status
-    assert answer.json()["error"]["type"] in ("not_found_error", "invalid_request_error")
+    assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_nothing_of_a_request_is_logged(child: Sidecar) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+from openai.types.shared import ErrorObject
 from running import PATIENCE, Sidecar, engine_command, environment, until
 
 from reflex_ipc.engine import Engine as ReflexEngine
@@ -282,7 +283,26 @@ def test_errors_name_the_parameter(client: openai.OpenAI, stream: bool) -> None:
             client.chat.completions.create(**{"model": "llama-f16", "messages": HELLO, "stream": stream, **fields})
         return caught.value
 
-    assert refused(n=2).param == "n"
+    for fields, param, code in (
+        ({"n": 2}, "n", "unsupported_value"),
+        ({"n": 0}, "n", "integer_below_min_value"),
+        ({"stream_options": 5}, "stream_options", "invalid_type"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "integer_above_max_value"),
+        ({"messages": []}, "messages", "empty_array"),
+        ({"messages": "x"}, "messages", "invalid_type"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "missing_required_parameter"),
+        ({"messages": [{"role": 3, "content": "x"}]}, "messages[0].role", "invalid_type"),
+        (
+            {"messages": [{"role": "user", "content": [{}]}]},
+            "messages[0].content[0].type",
+            "missing_required_parameter",
+        ),
+        ({"extra_body": {"temprature": 1}}, "temprature", "unknown_parameter"),
+    ):
+        error = refused(**fields)
+        assert (error.param, error.code, error.type) == (param, code, "invalid_request_error")
+        # What the client's own model of an error says of its fields.
+        assert ErrorObject.model_validate(error.body, strict=True).message == error.body["message"]
     assert refused(seed=0.5).param == "seed"  # the engine's own check
     assert refused(max_completion_tokens=-1).param == "max_completion_tokens"  # under the name that was used
     assert refused(extra_body={"temprature": 1}).param == "temprature"
@@ -309,7 +329,11 @@ def test_errors_of_the_prompt_name_it(client: openai.OpenAI, prompt: Any, param:
 def test_another_model_is_not_served(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="'llama-f16' is") as caught:
         client.chat.completions.create(model="gpt-4o", messages=HELLO)
-    assert caught.value.code == "model_not_found"
+    assert (caught.value.code, caught.value.param, caught.value.type) == (
+        "model_not_found",
+        None,
+        "invalid_request_error",
+    )
 
 
 def test_closing_a_stream_cancels_in_the_engine(client: openai.OpenAI, sidecar: Sidecar) -> None:

@@ -1,0 +1,170 @@
+"""The results of several calls in one folder, as one state of the sources on one kind of machine.
+
+    python bench/collect.py docs/benchmarks CALL1 CALL2.tar.gz && make bench-report
+    python bench/collect.py docs/benchmarks CALL --fresh      what was measured there before goes first
+
+A long list of measurements is run in pieces (`bench/device.py OUT --only idle --models qwen3-8b`), on machines that are
+gone afterwards. CALL is what a piece wrote: a folder, an archive of one, a file. Files are named after what is in them,
+so that pieces do not overwrite each other. Starts of one row that were measured in two pieces are put together if file,
+command and environment are the same; of anything else that was measured twice the newer stays, and it is said.
+Collecting the same piece again changes nothing. Results of other sources, machines or model files are refused.
+"""
+
+import argparse
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import compare
+import measure
+import report
+from measure import MeasurementError
+
+Document = dict[str, Any]
+POOLED = ("first_ms", "exit_ms")  # of a row of cold starts: run after run
+
+
+def read(source: Path) -> list[Document]:
+    """The results in a file, in a folder and those within, in an archive."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = source
+        if source.is_file() and source.suffix != ".json":
+            folder = Path(scratch)
+            try:
+                with tarfile.open(source) as archive:
+                    archive.extractall(folder, filter="data")
+            except (tarfile.TarError, OSError) as error:
+                raise MeasurementError(f"{source}: {error}") from None
+        files = [source] if source.suffix == ".json" else sorted(folder.rglob("*.json"))
+        if not files:
+            raise MeasurementError(f"{source}: no results")
+        return [document for file in files for document in compare.load(file)]
+
+
+def parts(document: Document) -> Iterator[tuple[str, Document]]:
+    """(its name, a result of one model) for each model of a result; of cold starts, for each state and cache, too."""
+    rows = document["rows"] if document["kind"] in ("coldstart", "energy") else []
+    if not rows:
+        yield f"{document['kind']}-{_stem(document['models'][0]['file'])}", document
+    for case in dict.fromkeys(_case(document["kind"], row) for row in rows):
+        here = [row for row in rows if _case(document["kind"], row) == case]
+        entries = [entry for entry in document["models"] if entry["file"] == here[0]["model"]]
+        yield "-".join(case), {**document, "models": entries, "rows": here}
+
+
+def _case(kind: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+    state = (row["state"], row["cache"]) if kind == "coldstart" else ()
+    return (kind, *state, _stem(row["model"]))
+
+
+def _stem(file: str) -> str:
+    return Path(file).stem
+
+
+def joined(old: Document | None, new: Document) -> tuple[Document, str]:
+    """(both as one, what was done)."""
+    pieces = new.get("pieces", [new["when"]])
+    if old is None:
+        return {**new, "pieces": pieces}, "new"
+    before = old.get("pieces", [old["when"]])
+    if set(pieces) <= set(before):
+        return old, "there already"
+    is_newer = str(new["when"]) >= str(old["when"])
+    if new["kind"] != "coldstart":
+        return (
+            ({**new, "pieces": pieces}, "newer, in place of what was there") if is_newer else (old, "older, left out")
+        )
+    rows = {compare.key(row): row for row in old["rows"]}
+    replaced = []
+    for row in new["rows"]:
+        same = rows.get(compare.key(row))
+        if same is None:
+            rows[compare.key(row)] = row
+        elif (same["command"], same["env"]) == (row["command"], row["env"]):
+            runs = {times: [*same[times], *row[times]] for times in POOLED}
+            rows[compare.key(row)] = {**row, **runs, "n": same["n"] + row["n"]}
+        else:
+            rows[compare.key(row)] = row if is_newer else same
+            replaced.append(row["contender"])
+    known = {str(each): each for each in [*old["not_run"], *new["not_run"]]}
+    whole = {
+        **(new if is_newer else old),
+        "rows": [*rows.values()],
+        "not_run": [*known.values()],
+        "pieces": [*before, *pieces],
+    }
+    other = f"; of {', '.join(replaced)}, started by another command, the newer" if replaced else ""
+    return whole, f"put together with what was there{other}"
+
+
+def collect(found: Sequence[Document]) -> tuple[dict[str, Document], list[str]]:
+    """(results by the name of their file, what was done with each), whatever order they come in. MeasurementError where
+    they do not belong together."""
+    report.one_origin(found)
+    digests: dict[str, str] = {}
+    for entry in (entry for document in found for entry in document["models"]):
+        if digests.setdefault(entry["file"], entry["sha256"]) != entry["sha256"]:
+            raise MeasurementError(f"two different files are called {entry['file']}")
+    whole: dict[str, Document] = {}
+    said = []
+    # What has been put together already comes first, so that a piece of it is known when it comes again.
+    for document in sorted(found, key=lambda document: (-len(document.get("pieces", "1")), str(document["when"]))):
+        for name, part in parts(document):
+            whole[name], what = joined(whole.get(name), part)
+            said.append(f"{name}: {what}")
+    for document in whole.values():
+        document["not_run"] = [each for each in document["not_run"] if not _since_done(each, whole)]
+    return whole, said
+
+
+def _since_done(absent: Mapping[str, str], whole: Mapping[str, Document]) -> bool:
+    """Whether another piece has what this one had no time for: a part, or the rest of the rounds of some rows."""
+    if absent["why"] == "no time was left":
+        part, _, name = absent["contender"].partition(", ")
+        return any(
+            part
+            in (document["kind"], *(row.get(key) for row in document.get("rows", ()) for key in ("state", "cache")))
+            and any(entry["file"].startswith(name) for entry in document["models"])
+            for document in whole.values()
+        )
+    if "of" not in absent:
+        return False
+    asked = int(absent["why"].rpartition(" rounds")[0].rpartition(" of ")[2])
+    rows = [
+        row
+        for document in whole.values()
+        if document["kind"] == "coldstart"
+        for row in document["rows"]
+        if ", ".join((row["state"], row["cache"], row["model"])) == absent["of"]
+    ]
+    return bool(rows) and all(row["n"] >= asked for row in rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Results of several calls in one folder.")
+    parser.add_argument("into", type=Path, help="the folder, as docs/benchmarks")
+    parser.add_argument("calls", nargs="+", type=Path, metavar="CALL", help="folders, archives or files of results")
+    parser.add_argument("--fresh", action="store_true", help="drop what is in the folder")
+    options = parser.parse_args()
+    there = sorted(options.into.glob("*.json"))
+    try:
+        found = [] if options.fresh or not there else compare.load(options.into)
+        found += [document for call in options.calls for document in read(call)]
+        whole, said = collect(found)
+    except MeasurementError as error:
+        sys.stderr.write(f"collect: {error}\n")
+        return 1
+    for name, document in whole.items():
+        measure.save(options.into / f"{name}.json", document)
+    for file in there:  # under the name that a call gave it, or of a state that is gone
+        if file.stem not in whole:
+            file.unlink()
+    print("\n".join(said))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""What a step needs of a device's memory beside weights and cache, and how many tokens it may have by that."""
+
+from reflex_ipc.cuda import families, lower
+from reflex_ipc.cuda.memory import aligned
+from reflex_ipc.cuda.places import PAGE
+from reflex_ipc.cuda.sampling import CONTROL
+from reflex_ipc.ops import ExpertLinear, LatentAttention
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from reflex_ipc.cuda.lower import Lowering
+
+HEAD_ROWS = 1024
+"""Rows whose logits are held at once when scoring."""
+_GRID = 65535
+"""Blocks in a grid's second dimension: a kernel has one a token, or one a tile of an expert's tokens."""
+
+
+class Room:
+    """Bytes of all that has a place of its own in a step of up to `n_tokens`, of which `n_rows` want logits."""
+
+    __slots__ = ("inputs", "scratch", "selected", "tables", "values")
+
+    def __init__(self, low: "Lowering", n_tokens: int, n_rows: int) -> None:
+        self.values = 4 * low.columns.width * n_tokens
+        self.selected = 4 * low.columns.selected_width * n_rows
+        self.scratch = max(
+            low.linear_scratch(n_tokens, n_rows),
+            low.finished_bytes(n_tokens),
+            families.scratch_bytes(low.plan, n_tokens),
+        )
+        self.tables = {key: 4 * rope.n_rot * n_tokens for key, rope in lower.tables_of(low.plan).items()}
+        self.inputs = CONTROL.size + 4 * (2 * n_tokens + n_rows)
+
+    @property
+    def arena(self) -> int:
+        """All but the inputs, as one allocation."""
+        return sum(map(aligned, (self.values, self.selected, self.scratch, *self.tables.values())))
+
+
+def ancestor_bytes(n_tokens: int, n_room: int) -> int:
+    """Parents and mask of a tree, where inputs have room for `n_room` tokens."""
+    return 4 * (n_room + n_tokens * (1 + -(-n_tokens // 32)))
+
+
+def tree_bytes(low: "Lowering", n_past: int, n_backed: int, n_tokens: int) -> int:
+    """All that scoring a tree of `n_tokens` behind `n_past` takes, beside what the cache has: `n_backed` positions."""
+    n_room = aligned(n_tokens, 64)
+    room = Room(low, n_room, min(n_tokens, HEAD_ROWS))
+    cache = max(0, low.layout.pages(n_past + n_tokens) - n_backed // PAGE) * low.layout.page_bytes
+    branches = families.branch_bytes(low.plan, n_tokens)
+    return room.arena + room.inputs + ancestor_bytes(n_tokens, n_room) + branches + cache
+
+
+def largest_step(low: "Lowering") -> int:
+    """Tokens that a step may have, whatever the memory: 65,535, fewer where a token has more experts, or heads with a
+    matrix of their own, than a tile has slots (`experts.tile_width`)."""
+    choices = [op.routes.width // 2 for op in low.plan.ops if isinstance(op, ExpertLinear)]
+    choices += [op.n_head for op in low.plan.ops if isinstance(op, LatentAttention)]
+    if not choices:
+        return _GRID
+    from reflex_ipc.cuda.experts import tile_width
+
+    return min(_GRID, (_GRID - 4096) * tile_width(low.limits) // max(choices))
+
+
+def step_limit(low: "Lowering", n_past: int, n_backed: int, n_tokens: int, free: int) -> int:
+    """How many of `n_tokens` a step may have when `free` bytes may be used for it."""
+    while n_tokens > 1 and (need := tree_bytes(low, n_past, n_backed, n_tokens)) > free:
+        n_tokens = max(1, min(n_tokens - 1, n_tokens * free // need))
+    return n_tokens

@@ -1,0 +1,228 @@
+"""Measurements in pieces: what a call will take, and several calls' results as one set."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakecuda import ROOT
+
+sys.path.append(str(ROOT / "bench"))  # behind tests/, which has a wire.py of its own
+
+import collect
+import compare
+import device
+import families
+import models
+from measure import MeasurementError
+
+GPU = {"name": "H", "driver": "580.1", "cuda": "13.0", "persistence": 1, "pcie_generation": 5, "pcie_width": 16}
+
+
+def row(contender: str, runs: list[float], state: str = "idle", model: str = "m.gguf", **more: Any) -> dict[str, Any]:
+    return {
+        "state": state,
+        "cache": "warm",
+        "model": model,
+        "contender": contender,
+        "prompt_tokens": 5,
+        "command": ["run", model],
+        "env": {},
+        "n": len(runs),
+        "first_ms": runs,
+        "exit_ms": [run + 100 for run in runs],
+        "output": "x",
+        **more,
+    }
+
+
+def result(when: str, rows: list[dict[str, Any]], kind: str = "coldstart", **more: Any) -> dict[str, Any]:
+    files = dict.fromkeys(row["model"] for row in rows) or {"m.gguf": None}
+    return {
+        "schema": 1,
+        "kind": kind,
+        "when": when,
+        "command": ["bench/device.py", "OUT", when],
+        "source": {"commit": None, "changed": None, "sources_sha256": "a" * 64},
+        "machine": {
+            "gpu": GPU,
+            "cpu": "C",
+            "cores": 16,
+            "memory_bytes": 1,
+            "kernel": "6",
+            "python": "3.12",
+            "driver_environment": {},
+        },
+        "models": [{"file": file, "bytes": 10**9, "sha256": "b" * 64} for file in files],
+        "rows": rows,
+        "not_run": [],
+        **more,
+    }
+
+
+def write(folder: Path, **documents: dict[str, Any]) -> Path:
+    folder.mkdir()
+    for name, document in documents.items():
+        (folder / f"{name}.json").write_text(json.dumps(document))
+    return folder
+
+
+def run(*arguments: Any, code: int = 0) -> str:
+    command = [sys.executable, ROOT / "bench" / "collect.py", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    return done.stdout + done.stderr
+
+
+def by_key(folder: Path) -> dict[tuple[str, ...], Any]:
+    return compare.by_key(compare.load(folder))
+
+
+def test_pieces_become_one_set_and_a_page(tmp_path: Path):
+    """Two calls of one state for two models, under one name; a third that goes on with the first; a file of another
+    kind; one call as an archive."""
+    cut = "idle, warm cache: 2 of 4 rounds, then the time was up"
+    first = result("1", [row("floor", [1.0, 2.0]), row("reflex", [3.0, 4.0])])
+    first["not_run"] = [
+        {"contender": "floor, reflex: m.gguf", "why": cut, "of": "idle, warm, m.gguf"},
+        {"contender": "held, m", "why": "no time was left"},
+        {"contender": "idle, k", "why": "no time was left"},
+        {"contender": "ollama", "why": "no ollama on this machine"},
+    ]
+    one = write(tmp_path / "one", coldstart=first)
+    held = result("2", [row("reflex", [5.0, 6.0], "held"), row("reflex", [7.0, 8.0], "held", "l.gguf")])
+    two = write(tmp_path / "two", coldstart=held)
+    again = result("3", [row("floor", [9.0, 10.0]), row("reflex", [11.0, 12.0])])
+    three = write(tmp_path / "three", coldstart=again)
+    archive = tmp_path / "three.tar.gz"
+    with tarfile.open(archive, "w:gz") as packed:
+        packed.add(three, "anywhere/three")
+    into = tmp_path / "into"
+    said = run(into, one, two, archive)
+    names = ["coldstart-held-warm-l", "coldstart-held-warm-m", "coldstart-idle-warm-m"]
+    assert sorted(path.stem for path in into.iterdir()) == names
+    assert "coldstart-idle-warm-m: put together with what was there" in said
+    rows = by_key(into)
+    assert rows["coldstart", "idle", "warm", "m.gguf", "floor", "5"]["first_ms"] == [1.0, 2.0, 9.0, 10.0]
+    reflex = rows["coldstart", "idle", "warm", "m.gguf", "reflex", "5"]
+    assert (reflex["n"], reflex["first_ms"], reflex["exit_ms"]) == (4, [3, 4, 11, 12], [103, 104, 111, 112])
+    assert rows["coldstart", "held", "warm", "l.gguf", "reflex", "5"]["first_ms"] == [7.0, 8.0]
+    # What was cut short and was done since is no longer listed; what nobody did is.
+    left = [each["contender"] for document in compare.load(into) for each in document["not_run"]]
+    assert left == ["idle, k", "ollama"]
+    # The same again changes nothing, whether it comes at once or later.
+    before = {path.name: path.read_bytes() for path in into.iterdir()}
+    assert "there already" in run(into, archive, one, two, three)
+    assert {path.name: path.read_bytes() for path in into.iterdir()} == before
+    between = write(tmp_path / "between", a=result("2.5", [row("reflex", [13.0])]))
+    run(into, between, one)
+    assert by_key(into)["coldstart", "idle", "warm", "m.gguf", "reflex", "5"]["first_ms"] == [3, 4, 11, 12, 13]
+    page = tmp_path / "page.md"
+    report = [sys.executable, ROOT / "bench" / "report.py", into, "--out", page]
+    assert subprocess.run(report, capture_output=True, text=True).returncode == 0
+    assert "| m.gguf | reflex | 5 | 5 | 3.0 | 11.0 |" in page.read_text()
+
+
+def test_what_was_measured_twice_otherwise_is_the_newer(tmp_path: Path):
+    energy = {"contender": "reflex", "model": "m.gguf", "state": "back-to-back", "cache": "warm", "prompt_tokens": 5}
+    old = write(
+        tmp_path / "old",
+        a=result("1", [{**energy, "gross_j": 50.0}], "energy"),
+        b=result("1", [row("reflex", [1.0])]),
+    )
+    new = write(
+        tmp_path / "new",
+        a=result("2", [{**energy, "gross_j": 60.0}], "energy"),
+        b=result("2", [row("reflex", [2.0], command=["run", "otherwise"])]),
+    )
+    said = run(tmp_path / "into", new, old)
+    rows = by_key(tmp_path / "into")
+    assert [row.get("gross_j", row.get("first_ms")) for row in rows.values()] == [[2.0], 60.0]
+    assert "newer, in place of" in said and "of reflex, started by another command, the newer" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: d["source"].update(sources_sha256="c" * 64), "different states of the sources"),
+        (lambda d: d["machine"].update(gpu={**GPU, "name": "B"}), "different machines"),
+        (lambda d: d["models"][0].update(sha256="d" * 64), "two different files are called m.gguf"),
+        (lambda d: d.update(schema=7), "is no result of these tools"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(tmp_path: Path, change: Any, words: str):
+    into = write(tmp_path / "into", first=result("1", [row("reflex", [1.0])]))
+    other = result("2", [row("reflex", [2.0])])
+    change(other)
+    call = write(tmp_path / "call", second=other)
+    assert words in run(into, call, code=1)
+    assert [path.name for path in into.iterdir()] == ["first.json"]
+    if "belong" not in words and "tools" not in words:
+        run(into, call, "--fresh")
+        assert by_key(into)["coldstart", "idle", "warm", "m.gguf", "reflex", "5"]["first_ms"] == [2.0]
+        assert [path.name for path in into.iterdir()] == ["coldstart-idle-warm-m.json"]
+
+
+def test_no_archive_and_no_results(tmp_path: Path):
+    (tmp_path / "x.tar.gz").write_bytes(b"none")
+    assert "x.tar.gz: " in run(tmp_path / "into", tmp_path / "x.tar.gz", code=1)
+    assert "no results" in run(tmp_path / "into", tmp_path / "nowhere", code=1)
+
+
+def test_the_committed_results_can_be_collected(tmp_path: Path):
+    whole, _ = collect.collect(compare.load(ROOT / "docs" / "benchmarks"))
+    assert compare.by_key(list(whole.values())).keys() == by_key(ROOT / "docs" / "benchmarks").keys()
+
+
+def test_the_table_of_families_has_the_rows_it_says(tmp_path: Path):
+    """Whatever else was measured, and in which order."""
+
+    def at(what: str, tokens: int, per_second: float, engine: str = "reflex", **more: int) -> dict[str, Any]:
+        figures = {"seconds": [1.0], "per_second": per_second, "bytes": 10, "flops": 1}
+        return {"engine": engine, "what": what, "tokens": tokens, **figures, **more}
+
+    rows = [
+        at("prefill", 128, 1),
+        at("prefill", 512, 2),
+        at("prefill", 8192, 3),
+        at("decode", 128, 4, depth=4096),
+        at("decode", 128, 5, depth=128),
+        at("decode", 128, 6, depth=8192),
+        at("prefill", 512, 7, "llama-bench"),
+        at("decode", 128, 8, "llama-bench", depth=128),
+    ]
+    for order in (rows, rows[::-1]):
+        (tmp_path / "warm.json").write_text(json.dumps({"rows": order, "rates": None}))
+        found = families.warm(tmp_path / "warm.json")
+        assert (found["prefill"]["per_second"], found["decode"]["per_second"]) == (2, 5)
+
+
+def test_sizes_are_known_beforehand(tmp_path: Path):
+    """But for the vocabulary: the estimate and the disk's check stand on it."""
+    path = tmp_path / "m.gguf"
+    written = models.make(path, "qwen3.5-0.8b", sparse=True)
+    assert 0 <= written - models.size("qwen3.5-0.8b") < 16 << 20
+
+
+def test_a_disk_too_small_is_refused_before_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=20 * 10**9)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(models, "make", lambda *_: pytest.fail("it was begun"))
+    with pytest.raises(MeasurementError, match=r"qwen3.5-35b-a3b-Q4_K_M.gguf takes 2\d\.\d GB; .* has 20.0"):
+        device.make(device.Session(tmp_path, 10), tmp_path, "qwen3.5-35b-a3b")
+
+
+def test_plans_fit_a_call():
+    """What the documentation gives as one call each stays below nine minutes."""
+    for parts, names in (
+        (["idle"], ["qwen3-0.6b", "qwen3-8b"]),
+        (["energy"], ["qwen3-0.6b", "qwen3-8b"]),
+        (["back-to-back", "held"], ["qwen3-30b-a3b"]),
+    ):
+        total = float(device.plan(parts, parts, names, 20).split()[-1])
+        assert 60 < total < 540
+    assert float(families.plan(families.SHAPES).split()[-2]) < 540

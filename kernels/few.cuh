@@ -127,10 +127,12 @@ __device__ __forceinline__ void few(const FewArgs& args) {
     feed.fill(buffer, base + buffer * stage_bytes, from, S::x_bytes);
   };
 
+#pragma unroll 1
   for (int i = 0; i < args.stages - 1; ++i) copy_w(begin + i, i);
   let_successor_start();
   wait_for_predecessor();
   __syncthreads();
+#pragma unroll 1
   for (int i = 0; i < args.stages - 1; ++i) copy_x(begin + i, i);
 
   float sum[N / 8][4] = {};
@@ -346,7 +348,7 @@ __device__ __forceinline__ void few(const FewArgs& args) {
     __syncwarp();
   }
   // What memory has to say to several results is asked for at once.
-  constexpr int at_once = 4;
+  constexpr int at_once = 2;
 #pragma unroll 1
   for (int i = lane; i < N * yield; i += 32 * at_once) {
     float v[at_once], w[at_once] = {}, residual[at_once] = {};

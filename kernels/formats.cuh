@@ -11,7 +11,6 @@
   REFLEX_MATVEC(matvec_##NAME, FORMAT, FORMAT) \
   REFLEX_MATMUL(mma_##NAME##_8, FORMAT, 8)     \
   REFLEX_MATMUL(mma_##NAME##_16, FORMAT, 16)   \
-  REFLEX_FEW(mma_##NAME##_64, FORMAT, 64)      \
   REFLEX_WIDEN(widen_##NAME, FORMAT)
 
 #define REFLEX_FORMAT(NAME, FORMAT) \
@@ -19,6 +18,7 @@
   REFLEX_GROUPED(grouped_##NAME, FORMAT)
 
 // Of the types that most models are made of.
-#define REFLEX_MORE_WIDTHS(NAME, FORMAT)  \
+#define REFLEX_FEW_WIDTHS(NAME, FORMAT)  \
   REFLEX_FEW(mma_##NAME##_32, FORMAT, 32) \
-  REFLEX_FEW(mma_##NAME##_40, FORMAT, 40)
+  REFLEX_FEW(mma_##NAME##_40, FORMAT, 40) \
+  REFLEX_FEW(mma_##NAME##_64, FORMAT, 64)

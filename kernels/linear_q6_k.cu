@@ -2,4 +2,4 @@
 #include "formats.cuh"
 
 REFLEX_FORMAT(q6_k, Q6_K)
-REFLEX_MORE_WIDTHS(q6_k, Q6_K)
+REFLEX_FEW_WIDTHS(q6_k, Q6_K)

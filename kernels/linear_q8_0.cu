@@ -2,4 +2,4 @@
 #include "formats.cuh"
 
 REFLEX_FORMAT(q8_0, Q8_0)
-REFLEX_MORE_WIDTHS(q8_0, Q8_0)
+REFLEX_FEW_WIDTHS(q8_0, Q8_0)

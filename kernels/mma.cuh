@@ -87,6 +87,14 @@ __device__ __forceinline__ void group_multiply(float (&c)[8][4], const uint32_t 
 #undef REFLEX_REST
 #else
 constexpr bool has_groups = false;
+__device__ void group_begin();
+__device__ void group_commit();
+template <int pending>
+__device__ void group_wait();
+__device__ void group_keep(uint32_t& a);
+__device__ uint64_t group_operand(uint32_t address, uint32_t leading);
+template <int n>
+__device__ void group_multiply(float (&c)[n][4], const uint32_t (&a)[4], uint64_t b, bool is_first);
 #endif
 
 // Four 8 x 8 matrices of halves; lanes 8 i .. 8 i + 7 say where in shared memory matrix i's rows are. Between these

@@ -110,7 +110,7 @@ def rows(m, n, rng):
 
 @pytest.mark.parametrize(
     ("name", "m", "exact"),
-    [*((n, 5, False) for n in TYPES), *((n, 17, True) for n in TYPES), ("Q4_K", 70, False), ("Q6_K", 130, True)],
+    [*((n, 5, False) for n in TYPES), *((n, 17, True) for n in TYPES), ("Q4_K", 70, False), ("Q6_K", 130, True), ("IQ3_S", 40, False)],
 )
 def test_rows(run, name, m, exact):
     rng = np.random.default_rng([m, *name.encode()])
@@ -135,8 +135,8 @@ SHAPES = {
     "two blocks of rows, for want of shared memory": ("Q6_K", 40, 70, 768, Limits(4, 70 << 10)),
     "a last stage that is not full": ("Q8_0", 24, 33, 1056, LIMITS),
     "rows that begin anywhere": ("F16", 23, 33, 510, LIMITS),
-    "bytes that begin anywhere": ("MXFP4", 17, 70, 992, LIMITS),
-    "half a block a slice": ("IQ3_S", 20, 50, 768, LIMITS),
+    "bytes that begin anywhere": ("Q5_0", 17, 70, 992, LIMITS),
+    "two slices a stage": ("BF16", 20, 50, 768, LIMITS),
     **{f"{width} rows at once": ("Q4_K", width, 20, 512, LIMITS) for width in (32, 40, 64)},
 }
 

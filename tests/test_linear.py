@@ -26,10 +26,10 @@ def defined():
         names.update(re.findall(r"REFLEX_MATVEC\((\w+),", text))
         names.update(f"grouped_{kind}" for kind in re.findall(r"REFLEX_FORMAT\((\w+),", text))
         for kind in re.findall(r"REFLEX_(?:DENSE_)?FORMAT\((\w+),", text):
-            widths = [width for width in formats.WIDTHS if width not in formats.MORE_WIDTHS]
+            widths = [width for width in formats.WIDTHS if width <= formats.ALONE]
             names.update([f"matvec_{kind}", f"widen_{kind}", *(f"mma_{kind}_{width}" for width in widths)])
-        for kind in re.findall(r"REFLEX_MORE_WIDTHS\((\w+),", text):
-            names.update(f"mma_{kind}_{width}" for width in formats.MORE_WIDTHS)
+        for kind in re.findall(r"REFLEX_FEW_WIDTHS\((\w+),", text):
+            names.update(f"mma_{kind}_{width}" for width in formats.WIDTHS if width > formats.ALONE)
     return names
 
 

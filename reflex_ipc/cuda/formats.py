@@ -97,10 +97,8 @@ PAIRS = (
 WIDTHS = (8, 16, 32, 40, 64)
 """Rows of x that a block multiplies where weights are dequantised on the way."""
 ALONE = 16
-"""Widths up to this one are of `matmul.cuh`, where each warp reads x itself; wider ones are of `few.cuh`."""
-MORE_WIDTHS = (32, 40)
-"""Widths that have kernels only for the types of COMMON; the others are compiled for all."""
+"""Widths up to this one are of `matmul.cuh`, where each warp reads x itself; wider ones are of `few.cuh`,"""
 COMMON = ("F16", "BF16", "Q4_0", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
-"""What most models are made of."""
+"""which is compiled for what most models are made of."""
 WHOLE = ("Q4_K", "Q5_K", "Q6_K")
 """What `kernels/whole.cuh` multiplies as whole numbers: x comes in an order of its own, and warps in fours."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fakecuda import Fake, fail_each_call
@@ -17,13 +18,15 @@ from reflex_ipc.cuda import launch, lower
 from reflex_ipc.cuda.buffers import Columns
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.executor import CudaExecutor
+from reflex_ipc.cuda.experts import expert_linear
 from reflex_ipc.cuda.fuse import alone, fused
+from reflex_ipc.cuda.products import Experts, Input, Limits, Matrix
 from reflex_ipc.cuda.room import HEAD_ROWS, largest_step, tree_bytes
 from reflex_ipc.cuda.scoring import mask_of
 from reflex_ipc.cuda.weights import Weights
 from reflex_ipc.errors import CancelledError, DeadlineError, OutOfMemoryError, ReflexError, UnsupportedModelError
 from reflex_ipc.gguf import GGUF
-from reflex_ipc.ops import inputs, scope
+from reflex_ipc.ops import LatentAttention, inputs, scope
 from reflex_ipc.plan import PARENT_NONE, Step
 from reflex_ipc.sampler import Sampler, Sampling
 
@@ -279,6 +282,21 @@ def test_a_tree_is_one_step_where_memory_holds_it(fake: Fake, kernels, fixtures:
         executor.score(*big_tree(limit))
         assert executor.step_limit(16, n) <= limit + limit // 8  # what a step gave back counts as free
         executor.close()
+
+
+@pytest.mark.parametrize("kib", [64, 99, 163, 227])
+def test_the_largest_step_has_as_many_tiles_as_a_grid(fixtures: Path, kib: int) -> None:
+    """128 heads with a matrix of their own, in the shared memory of every architecture."""
+    plan, limits = plan_of(fixtures, "deepseek3"), Limits(132, kib << 10)
+    ops = [op._replace(n_head=128) if isinstance(op, LatentAttention) else op for op in plan.ops]
+    n = largest_step(SimpleNamespace(plan=plan._replace(ops=tuple(ops)), limits=limits))  # type: ignore[arg-type]
+    heads, matrix = Experts(0, 0, 128, 0, 128), Matrix("Q4_K", 0, 128, 0, 128)
+
+    def most(n: int) -> int:
+        calls = expert_linear(limits, Input(0, n, 512, 128 * 512), [matrix], heads, per_expert=True)
+        return max(max(call.grid[1:]) for call in calls)
+
+    assert n >= 7000 and most(n) <= 65535 < most(n * 11 // 10)
 
 
 @needs_kernels

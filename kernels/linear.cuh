@@ -106,21 +106,6 @@ __device__ __forceinline__ void let_successor_start() {
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
-// A sum to where it belongs, element `row` of row `m` of the result; with `up` that of gate and of up, v and w.
-__device__ __forceinline__ void put(const Matrix& matrix, const Matrix* up, int row, int m, float scale, float v,
-                                    float w) {
-  v *= scale;
-  if (matrix.bias) v += matrix.bias[row];
-  if (up) {
-    w *= scale;
-    if (up->bias) w += up->bias[row];
-    v = silu(v) * w;
-  }
-  const size_t at = (size_t)m * matrix.out_stride + row;
-  if (matrix.residual) v += matrix.residual[at];
-  matrix.out[at] = v;
-}
-
 // Bits of |x|: they order as magnitudes do, with infinities and then NaN on top, so that a maximum keeps a NaN.
 __device__ __forceinline__ uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
 

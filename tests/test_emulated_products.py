@@ -110,7 +110,13 @@ def rows(m, n, rng):
 
 @pytest.mark.parametrize(
     ("name", "m", "exact"),
-    [*((n, 5, False) for n in TYPES), *((n, 17, True) for n in TYPES), ("Q4_K", 70, False), ("Q6_K", 130, True), ("IQ3_S", 40, False)],
+    [
+        *((n, 5, False) for n in TYPES),
+        *((n, 17, True) for n in TYPES),
+        ("Q4_K", 70, False),
+        ("Q6_K", 130, True),
+        ("IQ3_S", 40, False),
+    ],
 )
 def test_rows(run, name, m, exact):
     rng = np.random.default_rng([m, *name.encode()])

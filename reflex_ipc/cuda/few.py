@@ -97,8 +97,8 @@ def few_shape(
     """The shape that finishes first, by a model of an H200; `rows` of W of each matrix, with SwiGLU of one.
 
     In cycles of a multiprocessor, fitted to `bench/few_rows.py`: a stage takes a warp some cycles for itself and for
-    each row of x, and fewer warps as much as `_ALONE`; a block costs something to begin, and so does the last one of a tile
-    with the sums that it adds up.
+    each row of x, and fewer warps as much as `_ALONE`; a block costs something to begin, and so does the last one of a
+    tile with the sums that it adds up.
     """
     form = FORMATS[kind]
     n_stages = -(-n_in // form.few_columns)

@@ -37,7 +37,7 @@ class State(NamedTuple):
     held: bool
 
 
-STATES = {"idle": State(5.0, False), "back-to-back": State(0.0, False), "held": State(0.0, True)}
+STATES = {"idle": State(4.0, False), "back-to-back": State(0.0, False), "held": State(0.0, True)}
 CACHES = ("warm", "cold")
 DRIVER = "/dev/nvidia-uvm"  # open in every process that has initialised the driver
 LIMIT_S = 600.0  # for one start

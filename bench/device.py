@@ -9,7 +9,7 @@ are built first; model files are made meanwhile and kept. `--plan` prints what e
 
 Where one call is too short for everything, `--only` and `--models` share it out among several, on machines that may be
 gone between them; bench/collect.py puts the results of all into one folder. The idle state comes last, because each of
-its starts waits for 5 seconds, and 20 runs of a shape beside the floor take 4 minutes: each shape gets its share of the
+its starts waits for 4 seconds, and 20 runs of a shape beside the floor take 3 minutes: each shape gets its share of the
 time that is left, rows say how many runs that was, and what was cut is listed as not run.
 """
 

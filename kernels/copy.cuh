@@ -85,6 +85,12 @@ struct Feed {
       copy16(to + at, static_cast<const uint8_t*>(from) + at, true);
 #endif
   }
+  // What was filled before any other copy was committed: before sm_90 these copies want a group of their own.
+  __device__ __forceinline__ void commit() const {
+#if __CUDA_ARCH__ < 900
+    commit_copies();
+#endif
+  }
   // `phase`: how often the stage has been waited for, modulo 2. Before sm_90 the thread waits for its copies, and a
   // barrier of the block follows.
   __device__ __forceinline__ void wait(uint32_t stage, uint32_t phase) const {

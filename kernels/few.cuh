@@ -133,7 +133,10 @@ __device__ __forceinline__ void few(const FewArgs& args) {
   wait_for_predecessor();
   __syncthreads();
 #pragma unroll 1
-  for (int i = 0; i < args.stages - 1; ++i) copy_x(begin + i, i);
+  for (int i = 0; i < args.stages - 1; ++i) {
+    copy_x(begin + i, i);
+    feed.commit();  // later than all of W, so that a stage's x has arrived when `stages - 2` groups are left
+  }
 
   float sum[N / 8][4] = {};
   int buffer = 0, phase = 0;

@@ -13,8 +13,8 @@ _FEW = Struct("<4Q6i")
 _PAGES = Struct("<5Q6ifi")
 _PAGES_THREADS = 512
 _WARPS = 12  # of a multiprocessor: registers suffice for so many
-_STAGE, _ROW, _ALONE = 27.6, 1.14, 8.4
-_BEGIN, _ADD, _PART, _SUM = 2300, 2600, 360, 0.0014
+_STAGE, _ROW, _ALONE = 16.6, 1.42, 8.1
+_BEGIN, _ADD, _PART, _SUM = 2620, 3880, 630, 0.0011
 _BARRIERS = 64  # bytes of shared memory beside the stages
 
 
@@ -117,7 +117,7 @@ def few_shape(
             cost = 0.0
             for rounds, blocks in ((full, at_a_time), (1, -(-rest // limits.multiprocessors))):
                 if blocks:
-                    cost += rounds * (_BEGIN + part_stages * stage * (1 + max(blocks * warps, _ALONE)))
+                    cost += rounds * (_BEGIN + part_stages * stage * (0.45 + max(blocks * warps, _ALONE)))
             if parts > 1:
                 cost += _ADD + parts * (_PART + sums * _SUM)
             if best is None or cost < least:

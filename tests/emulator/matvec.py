@@ -31,7 +31,6 @@ REPLACED = {
 
 PRELUDE = """#include "cuda_host.h"
 #define __align__(n)
-struct uint2 { unsigned x, y; };
 inline int __float2int_rn(float x) { return (int)nearbyintf(x); }
 #include "matvec.cuh"
 extern "C" void emulator_kernel(const char *, const int *, int);

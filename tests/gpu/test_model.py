@@ -254,7 +254,8 @@ def test_scores_are_the_references(fixtures: Path, name: str) -> None:
 @pytest.mark.parametrize("n", [4096, 10_000])
 def test_thousands_of_tokens_are_one_pass(fixtures: Path, name: str, n: int) -> None:
     """Against the CPU backend, with the bounds of the test before; where there are routers, 5% of the tokens may have
-    met another expert. And against several passes on the device."""
+    met another expert. qwen35 is that sensitive, too: moved by one unit in the last place, its weights move the CPU's
+    own scores of these texts by up to 2.1, 30 times what 95% of them move. And against several passes on the device."""
     path = path_of(fixtures, name)
     logits = np.load(path.with_suffix(".npz"))["logits"].astype(np.float64)
     deviation = BOUNDS.get(name, 1e-2) * np.sqrt(np.square(logits).mean())
@@ -276,7 +277,7 @@ def test_thousands_of_tokens_are_one_pass(fixtures: Path, name: str, n: int) -> 
         assert n_passes == 1
         errors = np.abs(got - wanted)
         assert np.quantile(errors, 0.95) <= 4 * deviation
-        if name != "deepseek3":
+        if name not in ("deepseek3", "qwen35"):
             assert errors.max() <= 8 * deviation
         device._executor.step_limit = lambda n_past, n_tokens: 1500  # type: ignore[method-assign]
         again, n_passes = scores(device)

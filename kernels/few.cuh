@@ -119,11 +119,11 @@ __device__ __forceinline__ void few(const FewArgs& args) {
     }
     commit_copies();
   };
-  const uint4* pages = args.x + (size_t)blockIdx.y * page_chunks<N> * ((args.n_in + page_columns - 1) / page_columns);
+  const uint4* pages = args.x + (size_t)blockIdx.y * page_chunks(N) * ((args.n_in + page_columns - 1) / page_columns);
   const Feed feed(shared_address(shared), args.stages);
   auto copy_x = [&](int stage, int buffer) {
     if (stage >= end) return;
-    const uint4* from = pages + stage / S::a_page * page_chunks<N> + stage % S::a_page * S::x_chunks;
+    const uint4* from = pages + stage / S::a_page * page_chunks(N) + stage % S::a_page * S::x_chunks;
     feed.fill(buffer, base + buffer * stage_bytes, from, S::x_bytes);
   };
 

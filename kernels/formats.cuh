@@ -19,6 +19,6 @@
 
 // Of the types that most models are made of.
 #define REFLEX_FEW_WIDTHS(NAME, FORMAT)  \
-  REFLEX_FEW(mma_##NAME##_32, FORMAT, 32) \
-  REFLEX_FEW(mma_##NAME##_40, FORMAT, 40) \
-  REFLEX_FEW(mma_##NAME##_64, FORMAT, 64)
+  REFLEX_FEW(few_##NAME##_32, FORMAT, 32) \
+  REFLEX_FEW(few_##NAME##_40, FORMAT, 40) \
+  REFLEX_FEW(few_##NAME##_64, FORMAT, 64)

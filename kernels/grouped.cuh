@@ -237,6 +237,7 @@ __device__ __forceinline__ void grouped(const GroupedArgs& args) {
       if (s >= count) continue;
       float* out = args.out + (size_t)its_slot[s] * args.n_out + row;
       const float v = sum[n][j] * its_scale[s], w = sum[n][2 + j] * its_scale[s];
+      // A router may depend on it: expf, not the approximation of `silu`.
       if (row <= last) out[0] = args.up ? __fdividef(v, 1.0f + expf(-v)) * w : v;
       if (!args.up && row + 8 <= last) out[8] = w;
     }

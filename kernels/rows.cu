@@ -5,7 +5,7 @@
 // 2^15, which also leaves 2^29 below it before precision is lost. NaN and infinity stay what they are. With a low plane
 // what the halves lose is kept too, as halves again: 22 bits in all.
 // prepare_float_rows: the normalised rows as float32, for float32 weights.
-// prepare_pages: the same as prepare_rows in pages of 256 columns and with sums over every 32 (pages.cuh).
+// prepare_pages: the same for few.cuh, in pages of 256 columns and with sums over every 32 (pages.cuh).
 //
 // Launch: 256 threads (prepare_pages: 512), a block a row of the result; rows from `m` on are zeros. `n_padded` is a
 // multiple of 8.
@@ -32,7 +32,7 @@ constexpr int rows_threads = 256;
 struct PagesArgs {
   const float* x;     // (m, x_stride)
   const float* norm;  // (n) or null
-  uint4* pages;       // (rows / page_rows, n_pages, 34 page_rows)
+  uint4* pages;       // (rows / page_rows, n_pages, page_chunks(page_rows))
   float* scale;       // (rows)
   int* zeros;         // (n_zeros): set to 0
   int m, n, x_stride, n_pages, page_rows, n_zeros;
@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(pages_threads) prepare_pages(const 
   if (threadIdx.x == 0) args.scale[row] = power * 0x1p-15f;
 
   const int place = row % args.page_rows;
-  uint4* pages = args.pages + (size_t)(row / args.page_rows) * args.n_pages * (34 * args.page_rows);
+  uint4* pages = args.pages + (size_t)(row / args.page_rows) * args.n_pages * page_chunks(args.page_rows);
   auto write = [&](int unit, const float(&v)[8]) {
     uint32_t h[4];
     float sum = 0;
@@ -172,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(pages_threads) prepare_pages(const 
       h[i] = pack_halves(v[at] * factor * inverse, v[at + 2] * factor * inverse);
       sum += half_bits(h[i] & 0xffff) + half_bits(h[i] >> 16);
     }
-    uint4* page = pages + (size_t)(unit / 32) * (34 * args.page_rows);
+    uint4* page = pages + (size_t)(unit / 32) * page_chunks(args.page_rows);
     const int u = unit % 32;
     if (has_groups && args.is_whole) {
       // Unit 8 r + 2 w + o has, of run r of each lane (whole.cuh), elements 4 w + o and 4 w + o + 2.

@@ -6,16 +6,16 @@ device to show.
 
 from contextlib import contextmanager
 from pathlib import Path
-from struct import unpack_from
 
 import emulator
 import numpy as np
 import pytest
 from emulator.build import library
 
-from reflex_ipc.cuda import launch, linear
+from reflex_ipc.cuda import formats, launch, linear
 from reflex_ipc.cuda.device import Device
 from reflex_ipc.cuda.driver import Driver
+from reflex_ipc.cuda.few import FewShape, few, few_shapes, few_width
 from reflex_ipc.cuda.experts import expert_linear, expert_scratch_bytes
 from reflex_ipc.cuda.formats import FLOATS, FORMATS
 from reflex_ipc.cuda.products import Experts, Input, Limits, Matrix
@@ -135,9 +135,10 @@ def test_rows(run, name, m, exact):
     assert exact or found > 1e-5, "half precision is what it says"
 
 
-SHAPES = {
-    "one block, in parts of the columns": ("Q4_K", 24, 40, 1024, LIMITS),
-    "three stages in turns": ("Q5_K", 64, 200, 2048, Limits(1, 227 << 10)),
+SHAPES = {  # type, rows of x, rows and columns of W, limits; parts of the columns and stages where they are given
+    "one block, in parts of the columns": ("Q4_K", 24, 40, 1536, LIMITS, 3, 2),
+    "parts of many stages": ("Q6_K", 40, 70, 2304, LIMITS, 2, 3),
+    "three stages in turns": ("Q5_K", 64, 200, 2048, LIMITS, 1, 3),
     "two blocks of rows, for want of shared memory": ("Q6_K", 40, 70, 768, Limits(4, 70 << 10)),
     "a last stage that is not full": ("Q8_0", 24, 33, 1056, LIMITS),
     "rows that begin anywhere": ("F16", 23, 33, 510, LIMITS),
@@ -151,7 +152,7 @@ SHAPES = {
 @pytest.mark.parametrize("case", SHAPES)
 def test_few_rows(run_few, case, swiglu):
     """Stages in shared memory; bias, residual and SwiGLU, at once and after parts; matrices beside each other."""
-    name, m, n_out, n_in, limits = SHAPES[case]
+    name, m, n_out, n_in, limits, *given = SHAPES[case]
     rng = np.random.default_rng([m, n_in, swiglu])
     x, norm = room(rows(m, n_in, rng), np.float32), room(rng.uniform(0.02, 0.08, n_in).astype(np.float32), np.float32)
     wide = x.reshape(m, n_in).astype(np.float64)
@@ -167,12 +168,18 @@ def test_few_rows(run_few, case, swiglu):
         sides.append((wide @ w.T + bias, np.sqrt((wide**2) @ (w**2).T + terms)))
     scratch = room(np.full(linear.scratch_bytes(m, n_in, matrices, swiglu), 0xFF, np.uint8))
     entry = Input(x.ctypes.data, m, n_in, n_in, norm.ctypes.data, 1e-6)
-    calls = linear.linear(limits, entry, matrices, scratch.ctypes.data, swiglu=swiglu)
+    if given:
+        parts, stages = given
+        width = few_width(limits, m, [name])
+        warps, _, most, shared = max(few_shapes(limits, name, width), key=lambda shape: shape[2])
+        part_stages = -(-n_in // (formats.FORMATS[name].few_columns * parts))
+        assert stages <= most and (part_stages > stages or parts == 3)
+        shape = FewShape(warps, parts, part_stages, stages, shared)
+        calls = few(limits, entry, matrices, scratch.ctypes.data, swiglu, width, shape)
+    else:
+        calls = linear.linear(limits, entry, matrices, scratch.ctypes.data, swiglu=swiglu)
     names = run_few(calls)
-    assert names[0] == "prepare_pages" and names[1].startswith(f"mma_{name.lower()}_") and not names[2:]
-    *_, part_stages, stages = unpack_from("<4Q6i", calls[1].arguments[0])
-    assert calls[1].grid[2] > 1 or "parts" not in case
-    assert part_stages > stages or "turns" not in case
+    assert names[0] == "prepare_pages" and names[1].startswith(f"few_{name.lower()}_") and not names[2:]
     assert calls[1].grid[1] == (2 if "two blocks" in case else 1)
     outs = [out.reshape(m, -1) for _, _, out, _ in keep]
     if swiglu:
@@ -188,6 +195,30 @@ def test_few_rows(run_few, case, swiglu):
         out[:] = before.reshape(-1)
     run_few(calls)
     assert [out.tobytes() for out in outs] == first
+
+
+@pytest.mark.parametrize("name", formats.WHOLE)
+def test_weights_of_whole_numbers_lose_nothing(run_few, name):
+    """All that a product of k-quants loses is what x loses as halves, also where minima are most of the sum."""
+    rng = np.random.default_rng(len(name))
+    m, n_out, n_in = 20, 24, 512
+    x = np.repeat(rng.standard_normal((m, n_in // 32)), 32, axis=1) + 0.01 * rng.standard_normal((m, n_in))
+    x = x.astype(np.float32)
+    raw, _ = weight(name, n_out, n_in, rng)
+    blocks = np.frombuffer(raw, np.uint8).reshape(-1, formats.FORMATS[name].block_bytes).copy()
+    if name != "Q6_K":
+        blocks[:, :4] = np.array([[2.0**-14, 2.0**-6]], np.float16).view(np.uint8)  # d and dmin
+    w = dequantise(blocks.tobytes(), name, n_out * n_in).reshape(n_out, n_in).astype(np.float64)
+    power = 2.0 ** (np.floor(np.log2(np.abs(x).max(axis=1, keepdims=True))) - 14)
+    halves = (x / power).astype(np.float16).astype(np.float64) * power
+    at, place = room(blocks), room(x, np.float32)
+    out = room(np.full((m, n_out), np.nan, np.float32), np.float32)
+    matrix = [Matrix(name, at.ctypes.data, n_out, out.ctypes.data, n_out)]
+    scratch = room(np.full(linear.scratch_bytes(m, n_in, matrix), 0xFF, np.uint8))
+    run_few(linear.linear(LIMITS, Input(place.ctypes.data, m, n_in, n_in), matrix, scratch.ctypes.data))
+    found = error(out.reshape(m, n_out), halves @ w.T, np.sqrt((halves**2) @ (w**2).T))
+    rounded = error(x.astype(np.float64) @ w.T, halves @ w.T, np.sqrt((halves**2) @ (w**2).T))
+    assert found < (3e-6 if name != "Q6_K" else 3e-4) and rounded > 1e-5
 
 
 @pytest.mark.parametrize("swiglu", [False, True])

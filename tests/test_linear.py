@@ -29,7 +29,7 @@ def defined():
             widths = [width for width in formats.WIDTHS if width <= formats.ALONE]
             names.update([f"matvec_{kind}", f"widen_{kind}", *(f"mma_{kind}_{width}" for width in widths)])
         for kind in re.findall(r"REFLEX_FEW_WIDTHS\((\w+),", text):
-            names.update(f"mma_{kind}_{width}" for width in formats.WIDTHS if width > formats.ALONE)
+            names.update(f"few_{kind}_{width}" for width in formats.WIDTHS if width > formats.ALONE)
     return names
 
 
@@ -89,7 +89,7 @@ def test_scratch_holds_everything(kind, swiglu):
                     _, _, pages, scale, zeros, m, _, _, n_pages, page_rows, n_zeros = unpack_from("<5Q6i", data)
                     assert m == n and n_pages == -(-width // 256) and call.grid[0] % page_rows == 0
                     used += [(pages, call.grid[0] * n_pages * 34 * 16), (scale, 4 * call.grid[0]), (zeros, 4 * n_zeros)]
-                elif call.kernel.startswith("mma_") and int(call.kernel.split("_")[-1]) > formats.ALONE:
+                elif call.kernel.startswith("few_"):
                     at, _, sums, arrived, m, _, _, _, part_stages, stages = unpack_from("<4Q6i", data)
                     tiles, parts = call.grid[0] * call.grid[1], call.grid[2]
                     assert (at, arrived, m) == (pages, zeros, n) and (parts > 1) == bool(sums) and 2 <= stages <= 4

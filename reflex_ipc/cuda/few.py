@@ -13,8 +13,17 @@ _FEW = Struct("<4Q6i")
 _PAGES = Struct("<5Q6ifi")
 _PAGES_THREADS = 512
 _WARPS = 12  # of a multiprocessor: registers suffice for so many
-_STAGE, _ROW, _ALONE = 16.6, 1.42, 8.1
-_BEGIN, _ADD, _PART, _SUM = 2620, 3880, 630, 0.0011
+
+# Cycles of an H200, fitted to bench/few_rows.py.
+_STAGE = 16.6  # of a warp for 64 columns,
+_ROW = 1.42  # and for each row of x with them;
+_Q6_K = 1.3  # times as much where rows begin anywhere
+_LEAST = 8.1  # warps: fewer take as long
+_EXTRA = 0.45  # of a warp, for all together
+_BEGIN = 2620  # of a block
+_ADD = 3880  # of the last block of a tile,
+_PART = 630  # for each part that it adds
+_SUM = 0.0011  # and for each byte of sums
 _BARRIERS = 64  # bytes of shared memory beside the stages
 
 
@@ -58,7 +67,7 @@ def few(
             arguments += pack_matrices(of_kind)
             grid = (_tiles(rows, best.warps, swiglu), n_rows // width, best.parts)
             products.append(
-                Call(f"mma_{kind.lower()}_{width}", grid, (32 * best.warps, 1, 1), best.shared, (arguments,))
+                Call(f"few_{kind.lower()}_{width}", grid, (32 * best.warps, 1, 1), best.shared, (arguments,))
             )
             if best.parts > 1:
                 most = max(most, grid[0] * grid[1])
@@ -96,13 +105,12 @@ def few_shape(
 ) -> FewShape:
     """The shape that finishes first, by a model of an H200; `rows` of W of each matrix, with SwiGLU of one.
 
-    In cycles of a multiprocessor, fitted to `bench/few_rows.py`: a stage takes a warp some cycles for itself and for
-    each row of x, and fewer warps as much as `_ALONE`; a block costs something to begin, and so does the last one of a
-    tile with the sums that it adds up.
+    A stage takes a warp some cycles for itself and for each row of x; a block costs something to begin, and so does the
+    last one of a tile with the sums that it adds up.
     """
     form = FORMATS[kind]
     n_stages = -(-n_in // form.few_columns)
-    stage = form.few_columns / 64 * (_STAGE + _ROW * width) * (1.3 if kind == "Q6_K" else 1)
+    stage = form.few_columns / 64 * (_STAGE + _ROW * width) * (_Q6_K if kind == "Q6_K" else 1)
     room = sums_bytes(n, sum(rows) * (2 if swiglu else 1))
     best, least = None, 0.0
     for warps, at_a_time, stages, shared in few_shapes(limits, kind, width):
@@ -117,7 +125,7 @@ def few_shape(
             cost = 0.0
             for rounds, blocks in ((full, at_a_time), (1, -(-rest // limits.multiprocessors))):
                 if blocks:
-                    cost += rounds * (_BEGIN + part_stages * stage * (0.45 + max(blocks * warps, _ALONE)))
+                    cost += rounds * (_BEGIN + part_stages * stage * (_EXTRA + max(blocks * warps, _LEAST)))
             if parts > 1:
                 cost += _ADD + parts * (_PART + sums * _SUM)
             if best is None or cost < least:

@@ -27,12 +27,12 @@ class Format(NamedTuple):
 
     @property
     def slot(self) -> int:
-        """Bytes of a row of it, with room for one that begins elsewhere than at a multiple of 16,"""
+        """Bytes of a row of a stage of `grouped.cuh`: of one that begins elsewhere than at a multiple of 16, too."""
         return 16 * (self._chunks | 1)
 
     @property
     def few_slot(self) -> int:
-        """and in `few.cuh` itself."""
+        """Bytes of a row of a stage of `few.cuh`."""
         has_minima = self.piece == 64 and self.block_bytes % 16 == 0  # Q4_K and Q5_K
         return 16 * ((self._chunks + 1) // 4 * 4 + 2) if has_minima else self.slot
 
@@ -97,8 +97,9 @@ PAIRS = (
 WIDTHS = (8, 16, 32, 40, 64)
 """Rows of x that a block multiplies where weights are dequantised on the way."""
 ALONE = 16
-"""Widths up to this one are of `matmul.cuh`, where each warp reads x itself; wider ones are of `few.cuh`,"""
+"""Widths up to this one are of `matmul.cuh`, where each warp reads x itself; wider ones are of `few.cuh`."""
 COMMON = ("F16", "BF16", "Q4_0", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
-"""which is compiled for what most models are made of."""
+"""What most models are made of: `few.cuh` is compiled for these types."""
 WHOLE = ("Q4_K", "Q5_K", "Q6_K")
-"""What `kernels/whole.cuh` multiplies as whole numbers: x comes in an order of its own, and warps in fours."""
+"""What `kernels/whole.cuh` multiplies as whole numbers: on sm_90a x comes in an order of its own, and four warps multiply
+together."""

@@ -44,7 +44,7 @@ _MATVEC = Struct("<3Q7if7i4x")
 _MATMUL = Struct("<2Q6i")
 
 
-def few_rows(matrices: Sequence[Matrix]) -> int:
+def most_unwidened(matrices: Sequence[Matrix]) -> int:
     """Up to so many rows these weights are dequantised on the way; above, into scratch. Types without kernels of their
     own for that (`few.cuh`) are read once for every `ALONE` rows."""
     return FEW if all(m.type in (*COMMON, "F32") for m in matrices) else FEW // 2
@@ -62,7 +62,7 @@ def scratch_bytes(n: int, width: int, matrices: Sequence[Matrix], swiglu: bool =
     for matrix in matrices:
         if n > 1 and matrix.type == "F32":
             need = max(need, 4 * n * width)
-        elif n > (REPEATED if exact else few_rows(matrices)):
+        elif n > (REPEATED if exact else most_unwidened(matrices)):
             room = Room(0, n, width, exact, matrix.type)
             rows = room.rows(matrix.n_out * (2 if swiglu else 1))
             need = max(need, room.widened_scale + 4 * rows)
@@ -111,7 +111,7 @@ def linear(
         return matvec(limits, x, floats, swiglu)
     if floats:
         calls += _gemm_float(x, floats, scratch)
-    if others and x.n <= few_rows(others) and not exact:
+    if others and x.n <= most_unwidened(others) and not exact:
         calls += _matmul(limits, x, others, scratch, swiglu)
     elif others:
         from reflex_ipc.cuda.gemm import gemm_half

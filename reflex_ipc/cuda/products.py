@@ -111,6 +111,10 @@ class Room:
         return rows
 
 
+PAGE_ROW_BYTES = 16 * (32 + 2)
+"""Of a row in a page of 256 columns: units of 8 columns, and sums (`kernels/pages.cuh`)."""
+
+
 class Pages:
     """How scratch is divided for `kernels/few.cuh`: pages of n rows of x (`kernels/pages.cuh`), their powers of two,
     how many parts of each tile have arrived, and the sums of parts."""
@@ -118,7 +122,7 @@ class Pages:
     def __init__(self, scratch: int, n: int, width: int) -> None:
         self.n_pages = -(-width // 256)
         self.pages = scratch
-        self.scale = aligned(scratch + 34 * 16 * n * self.n_pages, 256)
+        self.scale = aligned(scratch + PAGE_ROW_BYTES * n * self.n_pages, 256)
         self.arrived = aligned(self.scale + 4 * n, 256)
         self.sums = self.arrived + 4 * TILES
 

@@ -14,6 +14,8 @@ HEAD_ROWS = 1024
 """Rows whose logits are held at once when scoring."""
 _GRID = 65535
 """Blocks in a grid's second dimension: a kernel has one a token, or one a tile of an expert's tokens."""
+_NOT_FULL = 4096
+"""Tiles of a step that may not be full: more than any model has experts, or heads."""
 
 
 class Room:
@@ -53,15 +55,16 @@ def tree_bytes(low: "Lowering", n_past: int, n_backed: int, n_tokens: int) -> in
 
 
 def largest_step(low: "Lowering") -> int:
-    """Tokens that a step may have, whatever the memory: 65,535, fewer where a token has more experts, or heads with a
-    matrix of their own, than a tile has slots (`experts.tile_width`)."""
+    """Tokens that a step may have, whatever the memory: 65,535, as a grid has no more rows. Where a token has `k` experts,
+    or heads with a matrix of their own, its tiles are rows of the grid: full ones of `experts.tile_width` choices, and one
+    more for each expert."""
     choices = [op.routes.width // 2 for op in low.plan.ops if isinstance(op, ExpertLinear)]
     choices += [op.n_head for op in low.plan.ops if isinstance(op, LatentAttention)]
     if not choices:
         return _GRID
     from reflex_ipc.cuda.experts import tile_width
 
-    return min(_GRID, (_GRID - 4096) * tile_width(low.limits) // max(choices))
+    return min(_GRID, (_GRID - _NOT_FULL) * tile_width(low.limits) // max(choices))
 
 
 def step_limit(low: "Lowering", n_past: int, n_backed: int, n_tokens: int, free: int) -> int:

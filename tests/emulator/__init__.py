@@ -73,7 +73,7 @@ def half_experts(limits, x, matrices, experts, scratch=0, **options):
 
 
 REAL_LINEAR, REAL_EXPERTS = linear.linear, expert_linear
-EMULATED = ("prepare_rows", "prepare_pages", "widen_", "gemm_half", "mma_", "group_experts", "grouped_")
+EMULATED = ("prepare_rows", "prepare_pages", "widen_", "gemm_half", "mma_", "few_", "group_experts", "grouped_")
 
 
 def kernels(kernels_txt: Path, where: Path) -> Path:

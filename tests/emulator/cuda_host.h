@@ -49,6 +49,7 @@ inline float2 __half22float2(half2 x) { return {float(x.x), float(x.y)}; }
 
 extern dim3_host threadIdx, blockIdx, blockDim, gridDim;
 extern unsigned char emulated_shared[];
+extern int emulated_block;  // a number of its own for every block that runs
 
 void __syncthreads();
 int __syncthreads_or(int predicate);

@@ -10,6 +10,7 @@
 
 dim3_host threadIdx, blockIdx, blockDim, gridDim;
 unsigned char emulated_shared[256 << 10] __attribute__((aligned(256)));
+int emulated_block;
 std::map<std::string, std::pair<Emulated, int>> &emulated() {
     static std::map<std::string, std::pair<Emulated, int>> kernels;
     return kernels;
@@ -134,6 +135,7 @@ static void launch(const Queued &q) {
         for (unsigned y = 0; y < gridDim.y; y++)
             for (unsigned x = 0; x < gridDim.x; x++) {
                 blockIdx = {x, y, z};
+                emulated_block++;
                 memset(emulated_shared, 0xff, sizeof emulated_shared);
                 run_block(blockDim.x * blockDim.y * blockDim.z);
             }

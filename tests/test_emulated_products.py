@@ -15,8 +15,8 @@ from emulator.build import library
 from reflex_ipc.cuda import formats, launch, linear
 from reflex_ipc.cuda.device import Device
 from reflex_ipc.cuda.driver import Driver
-from reflex_ipc.cuda.few import FewShape, few, few_shapes, few_width
 from reflex_ipc.cuda.experts import expert_linear, expert_scratch_bytes
+from reflex_ipc.cuda.few import FewShape, few, few_shapes, few_width
 from reflex_ipc.cuda.formats import FLOATS, FORMATS
 from reflex_ipc.cuda.products import Experts, Input, Limits, Matrix
 from reflex_ipc.reference.dequant import dequantise

@@ -4,7 +4,7 @@
     python bench/coldstart.py MODEL.gguf --state idle --prompt-tokens 5 512 --binary llama-completion=/path/to/it
 
 Three states of the driver, never mixed (what it costs to bring it up depends on them):
-    idle          nothing has used the GPU for seconds: a cron job, the first request of the day
+    idle          nothing has used the GPU for a while (STATES): a cron job, the first request of the day
     back-to-back  another start has just ended
     held          a process keeps the driver initialised (bench/hold.py)
 and two of the page cache: warm (all of the model file is in memory) and cold (none of it is; interpreter and libraries

@@ -28,7 +28,7 @@ from reflex_ipc import waterfall
 
 Row = Mapping[str, Any]
 _STATES = {
-    "idle": "nothing has used the GPU for 5 seconds: a cron job, the first request of the day",
+    "idle": f"nothing has used the GPU for {coldstart.STATES['idle'].gap_s:g} seconds: a cron job, the first request of the day",
     "back-to-back": "another start has just ended",
     "held": "a process keeps the driver initialised",
 }

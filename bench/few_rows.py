@@ -6,8 +6,8 @@
 Up to 64 rows three ways: `old` is matmul.cuh, where each warp reads x itself, 8 or 16 rows a block, `new` few.cuh,
 `gemm` weights widened to halves and one plain product. Above, `new` in each of its widths, and `gemm`. Times are of the
 products alone: x is halves already. One launch of a graph multiplies with many matrices in turn, more than the
-second-level cache holds, each product dependent on the one before. The sweep runs `new` in every shape it can have, next
-to the one that cuda/few.py chooses. Kernels are compiled here.
+second-level cache holds, each product dependent on the one before. The sweep runs `new` in every shape it can have,
+next to the one that cuda/few.py chooses. Kernels are compiled here.
 """
 
 import argparse

@@ -214,8 +214,9 @@ class TestRounds:
         rows = coldstart.rounds(found, "back-to-back", "warm", 50, absent, until=time.monotonic() + 1.0)
         assert 1 <= rows[0]["n"] == rows[1]["n"] <= 4
         why = f"back-to-back, warm cache: {rows[0]['n']} of 50 rounds, then the time was up"
-        of = f"back-to-back, warm, {file.name}"
-        assert absent == [{"contender": f"a, 5 tokens, b, 5 tokens: {file.name}", "why": why, "of": of}]
+        of = {"state": "back-to-back", "cache": "warm", "model": file.name}
+        asked = {"reason": "no time", "kind": "coldstart", "of": of, "asked": 50, "done": rows[0]["n"]}
+        assert absent == [{"contender": f"a, 5 tokens, b, 5 tokens: {file.name}", "why": why, **asked}]
 
 
 class TestContenders:
@@ -429,14 +430,20 @@ def test_a_part_that_fails_does_not_end_the_others(tmp_path: Path):
     def fails() -> None:
         raise MeasurementError("not here")
 
-    session.part("first", fails)
-    session.part("second", done.append, 1)
+    session.part("first", ["m"], fails)
+    session.part("second", ["m"], done.append, 1)
     session.until = time.monotonic() - 1
-    session.part("third", done.append, 2)
+    session.part("third", ["m", "k"], done.append, 2)
     assert done == [1]
     assert session.absent == [
-        {"contender": "first", "why": "not here"},
-        {"contender": "third", "why": "no time was left"},
+        {"contender": "first, m", "why": "not here"},
+        {
+            "contender": "third, m, k",
+            "why": "no time was left",
+            "reason": "no time",
+            "part": "third",
+            "models": ["m", "k"],
+        },
     ]
 
 

@@ -289,6 +289,20 @@ class TestEnergy:
         gross = (100 * busy + 80 * (batch.end.at - batch.begin.at)) / batch.n
         assert abs(result.gross_j - gross) <= result.gross_error_j
 
+    def test_what_there_is_no_time_for_is_listed(self, file: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(energy, "SETTLE_S", 0.01)
+        absent: list[dict[str, object]] = []
+        counter = energy.Counter(Power().joules)
+        found = [cell(shell("exit 7", "a"), file), cell(shell("exit 7", "b"), file, None)]
+        assert not energy.measure_cells(found, counter, 20, 1.0, 0.1, absent, time.monotonic())
+        of = [{"model": file.name, "contender": name, "prompt_tokens": n} for name, n in (("a", 5), ("b", None))]
+        asked = {"reason": "no time", "kind": "energy", "asked": 20, "done": 0}
+        words = {"why": "energy: no time was left"}
+        assert absent == [
+            {"contender": "a, 5 tokens", **words, **asked, "of": of[0]},
+            {"contender": "b", **words, **asked, "of": of[1]},
+        ]
+
     def test_figures(self):
         batch = energy.Batch(20, energy.Edge(100.0, 5000.0), energy.Edge(110.0, 6500.0))
         assert energy.figures(batch, 0.1, 80.0, 82.0) == pytest.approx((75.0, 0.75, 34.5, 1.25))

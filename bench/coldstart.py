@@ -4,7 +4,7 @@
     python bench/coldstart.py MODEL.gguf --state idle --prompt-tokens 5 512 --binary llama-completion=/path/to/it
 
 Three states of the driver, never mixed (what it costs to bring it up depends on them):
-    idle          nothing has used the GPU for seconds: a cron job, the first request of the day
+    idle          nothing has used the GPU for a while (STATES): a cron job, the first request of the day
     back-to-back  another start has just ended
     held          a process keeps the driver initialised (bench/hold.py)
 and two of the page cache: warm (all of the model file is in memory) and cold (none of it is; interpreter and libraries
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import contenders
 import measure
 from contenders import FLOOR, Contender
-from measure import ROOT, MeasurementError, summary
+from measure import NO_TIME, ROOT, Absent, MeasurementError, summary
 
 
 class State(NamedTuple):
@@ -206,7 +206,7 @@ def cells(
     return found
 
 
-def prepare(found: Sequence[Cell], absent: list[dict[str, str]]) -> list[Cell]:
+def prepare(found: Sequence[Cell], absent: list[Absent]) -> list[Cell]:
     """Run what contenders want run once; those where it fails are moved to `absent`."""
     done: dict[str, str | None] = {}
     for cell in found:
@@ -225,7 +225,7 @@ def rounds(
     state: str,
     cache: str,
     n: int,
-    absent: list[dict[str, str]],
+    absent: list[Absent],
     *,
     discard: bool = True,
     until: float = float("inf"),
@@ -247,7 +247,9 @@ def rounds(
                 names = ", ".join(cell.label for cell in active)
                 why = f"{state}, {cache} cache: {max(number, 0)} of {n} rounds, then the time was up"
                 file = os.path.basename(active[0].fields["model"])
-                absent.append({"contender": f"{names}: {file}", "why": why, "of": f"{state}, {cache}, {file}"})
+                of = {"state": state, "cache": cache, "model": file}
+                asked = {"kind": "coldstart", "of": of, "asked": n, "done": max(number, 0)}
+                absent.append({"contender": f"{names}: {file}", "why": why, "reason": NO_TIME, **asked})
                 break
             turn = number % len(active)
             for cell in active[turn:] + active[:turn]:

@@ -21,7 +21,7 @@ from typing import Any
 import compare
 import measure
 import report
-from measure import MeasurementError
+from measure import NO_TIME, MeasurementError
 
 Document = dict[str, Any]
 POOLED = ("first_ms", "exit_ms")  # of a row of cold starts: run after run
@@ -64,12 +64,17 @@ def _stem(file: str) -> str:
     return Path(file).stem
 
 
+def _pieces(document: Document) -> list[str]:
+    """When the pieces were measured that it has been put together of, or itself."""
+    return [*document.get("pieces", [document["when"]])]
+
+
 def joined(old: Document | None, new: Document) -> tuple[Document, str]:
     """(both as one, what was done)."""
-    pieces = new.get("pieces", [new["when"]])
+    pieces = _pieces(new)
     if old is None:
         return {**new, "pieces": pieces}, "new"
-    before = old.get("pieces", [old["when"]])
+    before = _pieces(old)
     if set(pieces) <= set(before):
         return old, "there already"
     is_newer = str(new["when"]) >= str(old["when"])
@@ -111,7 +116,7 @@ def collect(found: Sequence[Document]) -> tuple[dict[str, Document], list[str]]:
     whole: dict[str, Document] = {}
     said = []
     # What has been put together already comes first, so that a piece of it is known when it comes again.
-    for document in sorted(found, key=lambda document: (-len(document.get("pieces", "1")), str(document["when"]))):
+    for document in sorted(found, key=lambda document: (-len(_pieces(document)), str(document["when"]))):
         for name, part in parts(document):
             whole[name], what = joined(whole.get(name), part)
             said.append(f"{name}: {what}")
@@ -120,27 +125,34 @@ def collect(found: Sequence[Document]) -> tuple[dict[str, Document], list[str]]:
     return whole, said
 
 
-def _since_done(absent: Mapping[str, str], whole: Mapping[str, Document]) -> bool:
-    """Whether another piece has what this one had no time for: a part, or the rest of the rounds of some rows."""
-    if absent["why"] == "no time was left":
-        part, _, name = absent["contender"].partition(", ")
-        return any(
-            part
-            in (document["kind"], *(row.get(key) for row in document.get("rows", ()) for key in ("state", "cache")))
-            and any(entry["file"].startswith(name) for entry in document["models"])
-            for document in whole.values()
-        )
-    if "of" not in absent:
+def _since_done(absent: Mapping[str, Any], whole: Mapping[str, Document]) -> bool:
+    """Whether another piece has what this one had no time for (`measure.Absent`): a part, or the rest of the runs of
+    some rows. Of results from before there were such fields everything stays listed."""
+    if absent.get("reason") != NO_TIME:
         return False
-    asked = int(absent["why"].rpartition(" rounds")[0].rpartition(" of ")[2])
+    if "part" in absent:
+        there = [
+            entry["file"]
+            for document in whole.values()
+            if absent["part"] in _parts_of_device(document)
+            for entry in document["models"]
+        ]
+        return all(any(file.startswith(name) for file in there) for name in absent["models"])
     rows = [
         row
         for document in whole.values()
-        if document["kind"] == "coldstart"
+        if document["kind"] == absent["kind"]
         for row in document["rows"]
-        if ", ".join((row["state"], row["cache"], row["model"])) == absent["of"]
+        if all(row[field] == value for field, value in absent["of"].items())
     ]
-    return bool(rows) and all(row["n"] >= asked for row in rows)
+    return bool(rows) and all(row["n"] >= absent["asked"] for row in rows)
+
+
+def _parts_of_device(document: Document) -> set[str]:
+    """What bench/device.py calls it."""
+    if document["kind"] != "coldstart":
+        return {document["kind"]}
+    return {"cold" if row["cache"] == "cold" else row["state"] for row in document["rows"]}
 
 
 def main() -> int:

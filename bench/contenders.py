@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from measure import ROOT, MeasurementError
+from measure import ROOT, Absent, MeasurementError
 
 FILE = ROOT / "bench" / "contenders.toml"
 FLOOR = "floor"
@@ -62,7 +62,7 @@ def read(path: Path = FILE) -> list[Contender]:
 
 def locate(
     contenders: Sequence[Contender], binaries: Mapping[str, str], out: Path
-) -> tuple[list[tuple[Contender, dict[str, str]]], list[dict[str, str]]]:
+) -> tuple[list[tuple[Contender, dict[str, str]]], list[Absent]]:
     """(those that can run, with the fields of their commands), (those that cannot, and why)."""
     ready, absent = [], []
     for contender in contenders:

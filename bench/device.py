@@ -32,7 +32,7 @@ import models
 import nvml
 import times
 from coldstart import Cell
-from measure import ROOT, MeasurementError
+from measure import NO_TIME, ROOT, Absent, MeasurementError
 
 MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b")
 LARGE = 10e9  # bytes; larger files come behind the others, and get the parts below unless some were asked for
@@ -59,18 +59,20 @@ class Session:
         self.began = time.monotonic()
         self.until = self.began + limit_s
         self.texts: list[str] = []
-        self.absent: list[dict[str, str]] = []
+        self.absent: list[Absent] = []
         self.entries: dict[str, dict[str, Any]] = {}  # by file name
         self.cells: dict[str, list[Cell]] = {}  # by model
 
     def left(self) -> float:
         return self.until - time.monotonic()
 
-    def part(self, name: str, work: Callable[..., object], *arguments: Any) -> None:
-        """Do a part if there is time, and go on without it where it cannot be done."""
+    def part(self, part: str, names: Sequence[str], work: Callable[..., object], *arguments: Any) -> None:
+        """Do a part, of these models, if there is time, and go on without it where it cannot be done."""
         began = time.monotonic()
+        name = ", ".join([part, *names])
         if self.left() < 5:
-            self.absent.append({"contender": name, "why": "no time was left"})
+            asked = {"reason": NO_TIME, "part": part, "models": [*names]}
+            self.absent.append({"contender": name, "why": "no time was left", **asked})
             return
         try:
             work(*arguments)
@@ -155,21 +157,20 @@ def first_starts(
 
 def run(session: Session, parts: Sequence[str], names: Sequence[str], files: dict[str, Path], more: str = "") -> None:
     """The parts, of these models together. `more` distinguishes the names of the files they go to."""
-    of = more.replace("-", ", ", 1)
     every = [cell for name in names for cell in session.cells.get(name, [])]
     short = [cell for cell in every if cell.prompt_tokens in (None, min(PROMPTS))]
     for state in ("back-to-back", "held"):
         if state in parts:
             out = f"coldstart-{state}{more}"
-            session.part(f"{state}{of}", session.starts, out, every, state, "warm", session.n)
+            session.part(state, names, session.starts, out, every, state, "warm", session.n)
     if "cold" in parts:
-        session.part(f"cold{of}", session.starts, f"coldstart-cold{more}", short, "back-to-back", "cold", N_COLD)
+        session.part("cold", names, session.starts, f"coldstart-cold{more}", short, "back-to-back", "cold", N_COLD)
     for part in TOOLS:
         if part in parts:
             for name in names:
-                session.part(f"{part}, {name}", session.tool, part, name, files[name], *TOOLS[part])
+                session.part(part, [name], session.tool, part, name, files[name], *TOOLS[part])
     if "energy" in parts:
-        session.part(f"energy{of}", session.energy, f"energy{more}", short)
+        session.part("energy", names, session.energy, f"energy{more}", short)
 
 
 def idle(session: Session, names: Sequence[str]) -> None:
@@ -177,7 +178,7 @@ def idle(session: Session, names: Sequence[str]) -> None:
         found = [cell for cell in session.cells.get(name, []) if cell.prompt_tokens in (None, min(PROMPTS))]
         share = session.left() / (len(names) - i)
         out = f"coldstart-idle-{name}"
-        session.part(f"idle, {name}", session.starts, out, found, "idle", "warm", session.n, share)
+        session.part("idle", [name], session.starts, out, found, "idle", "warm", session.n, share)
 
 
 def plan(parts: Sequence[str], large_parts: Sequence[str], names: Sequence[str], n: int) -> str:
@@ -236,10 +237,10 @@ def main() -> int:
     small = [name for name in files if session.entries[files[name].name]["bytes"] < LARGE]
     large = [name for name in files if name not in small]
     for name in small:
-        session.part(f"first starts, {name}", first_starts, session, name, files[name], ready)
+        session.part("first starts", [name], first_starts, session, name, files[name], ready)
     run(session, parts, small, files)
     for name in large:
-        session.part(f"first starts, {name}", first_starts, session, name, files[name], ready)
+        session.part("first starts", [name], first_starts, session, name, files[name], ready)
         run(session, large_parts, [name], files, f"-{name}")
     if "idle" in parts:
         idle(session, small if "idle" not in large_parts else list(files))

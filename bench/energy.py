@@ -18,7 +18,7 @@ import coldstart
 import contenders
 import measure
 import nvml
-from measure import ROOT, MeasurementError
+from measure import NO_TIME, ROOT, Absent, MeasurementError
 
 SHARE = 0.1  # the largest uncertainty a figure may have, of itself
 SETTLE_S = 2.0  # after a batch, before idle power is taken
@@ -105,7 +105,7 @@ def measure_cells(
     n: int,
     seconds: float,
     idle_s: float,
-    absent: list[dict[str, str]],
+    absent: list[Absent],
     until: float = float("inf"),
 ) -> list[dict[str, Any]]:
     """A row for each cell: a batch of starts back to back, page cache warm, idle power before and after.
@@ -119,7 +119,10 @@ def measure_cells(
         for cell in found:
             began = time.monotonic()
             if began + longest > until:
-                absent.append({"contender": cell.label, "why": "energy: no time was left"})
+                model, name = Path(cell.fields["model"]).name, cell.contender.name
+                of = {"model": model, "contender": name, "prompt_tokens": cell.prompt_tokens}
+                asked = {"kind": "energy", "of": of, "asked": n, "done": 0}
+                absent.append({"contender": cell.label, "why": "energy: no time was left", "reason": NO_TIME, **asked})
                 continue
             measure.make_warm(cell.fields["model"])
             gate()

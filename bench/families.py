@@ -49,12 +49,12 @@ def measure_shape(session: device.Session, folder: Path, name: str, ready: Seque
     """Everything of one shape, as one row of the table; what failed is in `session.absent`."""
     path = device.make(session, folder, name)
     row: dict[str, Any] = {"model": name, "bytes": path.stat().st_size}
-    session.part(f"first starts, {name}", device.first_starts, session, name, path, ready, [5])
+    session.part("first starts", [name], device.first_starts, session, name, path, ready, [5])
     found = session.cells.get(name, [])
     out = f"coldstart-{name}"
     most = session.left() - takes(name)["warm"]  # what comes behind has to fit, too
-    session.part(f"starts, {name}", session.starts, out, found, "back-to-back", "warm", N, most)
-    session.part(f"warm, {name}", session.tool, "warm", name, path, *device.TOOLS["warm"])
+    session.part("starts", [name], session.starts, out, found, "back-to-back", "warm", N, most)
+    session.part("warm", [name], session.tool, "warm", name, path, *device.TOOLS["warm"])
     return row | starts(session.out / f"{out}.json") | warm(session.out / f"warm-{name}.json")
 
 

@@ -1,12 +1,13 @@
-"""What a product of a few rows costs, on this device: every linear of a layer, three ways, and whether it is right.
+"""What a product of 17 to 128 rows costs, on this device: every linear of a layer, and whether it is right.
 
     python bench/few_rows.py OUT                 in about 90 seconds: OUT/few_rows.json, short tables last
     python bench/few_rows.py OUT --types Q4_K --counts 8 40 --no-sweep
 
-`old` is matmul.cuh, where each warp reads x itself, `new` few.cuh, `gemm` weights widened to halves and one plain
-product. Times are of the products alone: x is halves already. One launch of a graph multiplies with many matrices in
-turn, more than the second-level cache holds, each product dependent on the one before. The sweep runs `new` in every
-shape it can have, next to the one that cuda/few.py chooses. Kernels are compiled here.
+Up to 64 rows three ways: `old` is matmul.cuh, where each warp reads x itself, 8 or 16 rows a block, `new` few.cuh,
+`gemm` weights widened to halves and one plain product. Above, `new` in each of its widths, and `gemm`. Times are of the
+products alone: x is halves already. One launch of a graph multiplies with many matrices in turn, more than the
+second-level cache holds, each product dependent on the one before. The sweep runs `new` in every shape it can have,
+next to the one that cuda/few.py chooses. Kernels are compiled here.
 """
 
 import argparse
@@ -32,14 +33,14 @@ from reflex_ipc.cuda.few import FewShape, few, few_shape, few_shapes  # noqa: E4
 from reflex_ipc.cuda.formats import ALONE, FLOATS, FORMATS, WIDTHS  # noqa: E402
 from reflex_ipc.cuda.gemm import gemm_half  # noqa: E402
 from reflex_ipc.cuda.launch import Kernels  # noqa: E402
-from reflex_ipc.cuda.products import Call, Input, Limits, Matrix, Room, pack_matrices, prepare  # noqa: E402
+from reflex_ipc.cuda.products import PARTS, Call, Input, Limits, Matrix, Room, pack_matrices, prepare  # noqa: E402
 from reflex_ipc.reference.dequant import dequantise  # noqa: E402
 
 TYPES = ("Q4_K", "Q6_K", "Q8_0", "F16")
 COUNTS = (17, 24, 32, 40, 48, 64)
 MORE = (80, 96, 128)
 SWEPT = (32, 40, 64)
-OLD_WIDTHS = (8, 16, 32, 64)
+OLD_WIDTHS = (8, 16)
 POOL = 768 << 20  # bytes of weights at a time
 BEYOND_CACHE = 160 << 20  # bytes of weights of a graph at least
 CHECKED = 192  # rows of W
@@ -231,7 +232,7 @@ class Old(Way):
         room = Room(bench.scratch, n_rows, product.n_in)
         x = bench.entry(m, product)
         piece = 16 if kind in FLOATS else FORMATS[kind].piece
-        capacity = max(1, bench.limits.multiprocessors * (1 if width >= 32 else 2) // (n_rows // width))
+        capacity = max(1, bench.limits.multiprocessors * 2 // (n_rows // width))
         tiles = [(n, 8 if product.swiglu else 16) for n in (product.rows[:1] if product.swiglu else product.rows)]
         split, blocks = linear.split_warps(tiles, -(-product.n_in // (4 * piece)), capacity)
         arguments = linear._MATMUL.pack(
@@ -252,8 +253,7 @@ class New(Way):
 
     def __call__(self, bench: Bench, kind: str, product: Product, m: int, matrices: list[Matrix]) -> list[Call]:
         width = self.width or next(w for w in WIDTHS if w >= max(m, ALONE + 1))
-        calls = few(bench.limits, bench.entry(m, product), matrices, bench.scratch, product.swiglu, width, self.shape)
-        return [c._replace(kernel=c.kernel.replace("mma_", "few_")) for c in calls]
+        return few(bench.limits, bench.entry(m, product), matrices, bench.scratch, product.swiglu, width, self.shape)
 
 
 class Gemm(Way):
@@ -268,7 +268,7 @@ def shapes(bench: Bench, kind: str, width: int, product: Product) -> Iterator[Fe
     n_stages = -(-product.n_in // FORMATS[kind].few_columns)
     seen = set()
     for warps, _, stages, shared in few_shapes(bench.limits, kind, width):
-        for wanted in (1, 2, 3, 4, 6, 8, 12, 16):
+        for wanted in PARTS:
             each = -(-n_stages // wanted)
             shape = FewShape(warps, -(-n_stages // each), each, stages, shared)
             if shape not in seen:
@@ -319,10 +319,8 @@ def main() -> int:
             if kind == "Q8_0" and product.model == "8B":
                 continue
             for m in SWEPT if kind != "Q6_K" else (40,):
-                chosen = next(
-                    few_shape(bench.limits, kind, m, m, product.n_in, r, product.swiglu)
-                    for r in [product.rows[:1] if product.swiglu else product.rows]
-                )
+                of = product.rows[:1] if product.swiglu else product.rows
+                chosen = few_shape(bench.limits, kind, m, m, product.n_in, of, product.swiglu)
                 found = []
                 for shape in shapes(bench, kind, m, product):
                     if time.monotonic() - began < given.limit:

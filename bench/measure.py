@@ -20,6 +20,13 @@ ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = 1
 
 
+Absent = dict[str, Any]
+"""What did not run: `contender` and `why`, for people. Where time was lacking also `reason`, NO_TIME, and what was
+asked for, which another piece may have (bench/collect.py): `part` and `models` of bench/device.py, or `asked` runs of
+every row of `kind` with the fields in `of`, of which `done` were done."""
+NO_TIME = "no time"
+
+
 class MeasurementError(Exception):
     """A figure cannot be had honestly; the message says why."""
 

@@ -27,8 +27,9 @@ sys.path.insert(0, str(ROOT))
 from reflex_ipc import waterfall
 
 Row = Mapping[str, Any]
+_GAP = f"{coldstart.STATES['idle'].gap_s:g} seconds"
 _STATES = {
-    "idle": "nothing has used the GPU for 5 seconds: a cron job, the first request of the day",
+    "idle": f"nothing has used the GPU for {_GAP}: a cron job, the first request of the day",
     "back-to-back": "another start has just ended",
     "held": "a process keeps the driver initialised",
 }

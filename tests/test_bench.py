@@ -214,8 +214,9 @@ class TestRounds:
         rows = coldstart.rounds(found, "back-to-back", "warm", 50, absent, until=time.monotonic() + 1.0)
         assert 1 <= rows[0]["n"] == rows[1]["n"] <= 4
         why = f"back-to-back, warm cache: {rows[0]['n']} of 50 rounds, then the time was up"
-        of = f"back-to-back, warm, {file.name}"
-        assert absent == [{"contender": f"a, 5 tokens, b, 5 tokens: {file.name}", "why": why, "of": of}]
+        of = {"state": "back-to-back", "cache": "warm", "model": file.name}
+        asked = {"reason": "no time", "kind": "coldstart", "of": of, "asked": 50, "done": rows[0]["n"]}
+        assert absent == [{"contender": f"a, 5 tokens, b, 5 tokens: {file.name}", "why": why, **asked}]
 
 
 class TestContenders:
@@ -287,6 +288,20 @@ class TestEnergy:
         assert abs(result.net_j - 100 * busy / batch.n) <= result.net_error_j + 0.05
         gross = (100 * busy + 80 * (batch.end.at - batch.begin.at)) / batch.n
         assert abs(result.gross_j - gross) <= result.gross_error_j
+
+    def test_what_there_is_no_time_for_is_listed(self, file: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(energy, "SETTLE_S", 0.01)
+        absent: list[dict[str, object]] = []
+        counter = energy.Counter(Power().joules)
+        found = [cell(shell("exit 7", "a"), file), cell(shell("exit 7", "b"), file, None)]
+        assert not energy.measure_cells(found, counter, 20, 1.0, 0.1, absent, time.monotonic())
+        of = [{"model": file.name, "contender": name, "prompt_tokens": n} for name, n in (("a", 5), ("b", None))]
+        asked = {"reason": "no time", "kind": "energy", "asked": 20, "done": 0}
+        words = {"why": "energy: no time was left"}
+        assert absent == [
+            {"contender": "a, 5 tokens", **words, **asked, "of": of[0]},
+            {"contender": "b", **words, **asked, "of": of[1]},
+        ]
 
     def test_figures(self):
         batch = energy.Batch(20, energy.Edge(100.0, 5000.0), energy.Edge(110.0, 6500.0))
@@ -429,14 +444,20 @@ def test_a_part_that_fails_does_not_end_the_others(tmp_path: Path):
     def fails() -> None:
         raise MeasurementError("not here")
 
-    session.part("first", fails)
-    session.part("second", done.append, 1)
+    session.part("first", ["m"], fails)
+    session.part("second", ["m"], done.append, 1)
     session.until = time.monotonic() - 1
-    session.part("third", done.append, 2)
+    session.part("third", ["m", "k"], done.append, 2)
     assert done == [1]
     assert session.absent == [
-        {"contender": "first", "why": "not here"},
-        {"contender": "third", "why": "no time was left"},
+        {"contender": "first, m", "why": "not here"},
+        {
+            "contender": "third, m, k",
+            "why": "no time was left",
+            "reason": "no time",
+            "part": "third",
+            "models": ["m", "k"],
+        },
     ]
 
 

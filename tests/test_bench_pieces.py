@@ -87,15 +87,27 @@ def test_pieces_become_one_set_and_a_page(tmp_path: Path):
     kind; one call as an archive."""
     cut = "idle, warm cache: 2 of 4 rounds, then the time was up"
     first = result("1", [row("floor", [1.0, 2.0]), row("reflex", [3.0, 4.0])])
+    of = {"state": "idle", "cache": "warm", "model": "m.gguf"}
+
+    def cut_part(part: str, *names: str) -> dict[str, Any]:
+        asked = {"reason": "no time", "part": part, "models": [*names]}
+        return {"contender": f"{part}, {names[0]}", "why": "no time was left", **asked}
+
     first["not_run"] = [
-        {"contender": "floor, reflex: m.gguf", "why": cut, "of": "idle, warm, m.gguf"},
-        {"contender": "held, m", "why": "no time was left"},
-        {"contender": "idle, k", "why": "no time was left"},
+        {"contender": "floor", "why": cut, "reason": "no time", "kind": "coldstart", "of": of, "asked": 4, "done": 2},
+        {"contender": "more", "why": cut, "reason": "no time", "kind": "coldstart", "of": of, "asked": 5, "done": 2},
+        cut_part("held", "m", "l"),
+        cut_part("idle", "k"),
+        cut_part("cold", "m"),
+        cut_part("back-to-back", "m"),
+        {"contender": "before", "why": "no time was left"},
+        {"contender": "before, rounds", "why": cut, "of": "idle, warm, m.gguf"},
         {"contender": "ollama", "why": "no ollama on this machine"},
     ]
     one = write(tmp_path / "one", coldstart=first)
     held = result("2", [row("reflex", [5.0, 6.0], "held"), row("reflex", [7.0, 8.0], "held", "l.gguf")])
-    two = write(tmp_path / "two", coldstart=held)
+    cold = result("2", [row("reflex", [9.0], "back-to-back", cache="cold")])
+    two = write(tmp_path / "two", coldstart=held, cold=cold)
     again = result("3", [row("floor", [9.0, 10.0]), row("reflex", [11.0, 12.0])])
     three = write(tmp_path / "three", coldstart=again)
     archive = tmp_path / "three.tar.gz"
@@ -103,7 +115,7 @@ def test_pieces_become_one_set_and_a_page(tmp_path: Path):
         packed.add(three, "anywhere/three")
     into = tmp_path / "into"
     said = run(into, one, two, archive)
-    names = ["coldstart-held-warm-l", "coldstart-held-warm-m", "coldstart-idle-warm-m"]
+    names = ["coldstart-back-to-back-cold-m", "coldstart-held-warm-l", "coldstart-held-warm-m", "coldstart-idle-warm-m"]
     assert sorted(path.stem for path in into.iterdir()) == names
     assert "coldstart-idle-warm-m: put together with what was there" in said
     rows = by_key(into)
@@ -113,7 +125,7 @@ def test_pieces_become_one_set_and_a_page(tmp_path: Path):
     assert rows["coldstart", "held", "warm", "l.gguf", "reflex", "5"]["first_ms"] == [7.0, 8.0]
     # What was cut short and was done since is no longer listed; what nobody did is.
     left = [each["contender"] for document in compare.load(into) for each in document["not_run"]]
-    assert left == ["idle, k", "ollama"]
+    assert left == ["more", "idle, k", "back-to-back, m", "before", "before, rounds", "ollama"]
     # The same again changes nothing, whether it comes at once or later.
     before = {path.name: path.read_bytes() for path in into.iterdir()}
     assert "there already" in run(into, archive, one, two, three)
@@ -125,6 +137,17 @@ def test_pieces_become_one_set_and_a_page(tmp_path: Path):
     report = [sys.executable, ROOT / "bench" / "report.py", into, "--out", page]
     assert subprocess.run(report, capture_output=True, text=True).returncode == 0
     assert "| m.gguf | reflex | 5 | 5 | 3.0 | 11.0 |" in page.read_text()
+
+
+def test_energy_that_another_piece_has_is_no_longer_missing():
+    energy = {"contender": "reflex", "model": "m.gguf", "state": "back-to-back", "cache": "warm", "prompt_tokens": 5}
+    of = {key: energy[key] for key in ("contender", "model", "prompt_tokens")}
+    absent = {"contender": "reflex", "why": "", "reason": "no time", "kind": "energy", "asked": 20, "done": 0}
+    for n, n_left in ((21, 1), (19, 2)):
+        there = result("2", [{**energy, "n": n}], "energy")
+        there["not_run"] = [{**absent, "of": of}, {**absent, "of": {**of, "prompt_tokens": 512}}]
+        whole, _ = collect.collect([result("1", [row("reflex", [1.0])]), there])
+        assert [len(document["not_run"]) for document in whole.values()] == [0, n_left]
 
 
 def test_what_was_measured_twice_otherwise_is_the_newer(tmp_path: Path):

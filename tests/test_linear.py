@@ -33,6 +33,13 @@ def defined():
     return names
 
 
+def apart(used, size):
+    """Whether these places, (address, bytes), lie in scratch and share nothing but their beginning."""
+    for start, length in used:
+        assert start >= SCRATCH and start + length <= SCRATCH + size
+        assert all(start == s or start + length <= s or s + m <= start for s, m in used)
+
+
 def matrix(kind, n_out=300, out=1 << 30):
     return Matrix(kind, 1 << 20, n_out, out, n_out)
 
@@ -65,20 +72,31 @@ def test_what_shares_no_launch_is_cut():
     assert not linear.fusible(("Q4_K", "F32")) and not linear.fusible(("Q4_K",) * 5)
 
 
-@pytest.mark.parametrize("swiglu", [False, True])
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_K", "Q5_0"])
-def test_scratch_holds_everything(kind, swiglu):
-    """Every place in scratch that is written lies inside, and none overlap."""
+@pytest.mark.parametrize("limits", [LARGE, SMALL])
+@pytest.mark.parametrize(
+    ("kinds", "swiglu"),
+    [
+        *(((kind,) * n, n > 1) for kind in ("F32", "F16", "BF16", "Q4_K", "Q5_0") for n in (1, 2)),
+        (("Q4_K", "Q6_K", "Q8_0"), False),
+        (("Q4_K", "Q8_0", "Q4_K"), False),
+    ],
+)
+def test_scratch_holds_everything(kinds, swiglu, limits):
+    """Every place in scratch that is written lies inside, and none overlap that are of use at a time."""
     before = 0
+    widest = 12288 if limits is LARGE else 8192  # that one row with SwiGLU may have in floats
     for n in ROWS:
-        for width, n_out in ((96, 5), (1024, 300), (12288, 9000)):
-            matrices = [matrix(kind, n_out)] * (2 if swiglu else 1)
+        for width, n_out in ((96, 5), (1024, 300), (widest, 9000)):
+            matrices = [matrix(kind, n_out) for kind in kinds]
             size = linear.scratch_bytes(n, width, matrices, swiglu)
             used = []
             for call in linear.linear(
-                LARGE, Input(1 << 10, n, width, width, 1 << 12), matrices, SCRATCH, swiglu=swiglu
+                limits, Input(1 << 10, n, width, width, 1 << 12), matrices, SCRATCH, swiglu=swiglu
             ):
                 (data,) = call.arguments
+                if call.kernel.startswith("prepare_"):  # what was there has been used
+                    apart(used, size)
+                    used = []
                 if call.kernel == "prepare_rows":
                     _, _, out, scale, _, _, _, padded, *_ = unpack_from("<4Q6if4x", data)
                     used += [(out, 2 * padded * call.grid[0]), (scale, 4 * call.grid[0])]
@@ -93,6 +111,7 @@ def test_scratch_holds_everything(kind, swiglu):
                     at, _, sums, arrived, m, _, _, _, part_stages, stages = unpack_from("<4Q6i", data)
                     tiles, parts = call.grid[0] * call.grid[1], call.grid[2]
                     assert (at, arrived, m) == (pages, zeros, n) and (parts > 1) == bool(sums) and 2 <= stages <= 4
+                    kind = call.kernel.partition("_")[2].rpartition("_")[0].upper()
                     columns, rows = formats.FORMATS[kind].few_columns, call.block[0] // 32 * 16
                     assert (parts - 1) * part_stages * columns < width <= parts * part_stages * columns
                     assert parts == 1 or tiles <= n_zeros
@@ -103,9 +122,7 @@ def test_scratch_holds_everything(kind, swiglu):
                         (out, 2 * stride * (step * (rows - 1) + first + 1)),
                         (scale, 4 * (step * (rows - 1) + first + 1)),
                     ]
-            for start, length in used:
-                assert start >= SCRATCH and start + length <= SCRATCH + size
-                assert all(start == s or start + length <= s or s + m <= start for s, m in used)
+            apart(used, size)
             if (width, n_out) == (1024, 300):
                 assert size >= before, "more rows need no less"
                 before = size
@@ -145,10 +162,7 @@ def test_experts_of_many_tokens_share_weights(per_expert):
         assert (n_slots, width, calls[2].grid[1]) == (8 * n, 64, n_tiles)
         assert (rows, stride) == ((8 * n, 768) if per_expert else (n, 768))
         assert n_tiles >= min(n_slots, 127 + -(-(n_slots - 127) // 64)), "the most uneven choice fits"
-        used = [(tiles, 16 * n_tiles), (slots, 4 * n_slots), (halves, 4 * rows * padded), (scale, 4 * rows)]
-        for start, length in used:
-            assert start >= SCRATCH and start + length <= SCRATCH + size
-            assert all(start == s or start + length <= s or s + m <= start for s, m in used)
+        apart([(tiles, 16 * n_tiles), (slots, 4 * n_slots), (halves, 4 * rows * padded), (scale, 4 * rows)], size)
     few = expert_linear(LARGE, x._replace(n=31), [matrix("Q4_K")], experts, SCRATCH, per_expert=per_expert)
     assert [call.kernel for call in few] == ["matvec_q4_k"]
 

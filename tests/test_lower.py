@@ -285,15 +285,17 @@ def test_a_tree_is_one_step_where_memory_holds_it(fake: Fake, kernels, fixtures:
 
 
 @pytest.mark.parametrize("kib", [64, 99, 163, 227])
-def test_the_largest_step_has_as_many_tiles_as_a_grid(fixtures: Path, kib: int) -> None:
-    """128 heads with a matrix of their own, in the shared memory of every architecture."""
+@pytest.mark.parametrize("n_head", [60, 64, 65, 128])
+def test_the_largest_step_has_as_many_tiles_as_a_grid(fixtures: Path, n_head: int, kib: int) -> None:
+    """Heads with a matrix of their own, fewer and more than a tile has slots, in the shared memory of every
+    architecture."""
     plan, limits = plan_of(fixtures, "deepseek3"), Limits(132, kib << 10)
-    ops = [op._replace(n_head=128) if isinstance(op, LatentAttention) else op for op in plan.ops]
+    ops = [op._replace(n_head=n_head) if isinstance(op, LatentAttention) else op for op in plan.ops]
     n = largest_step(SimpleNamespace(plan=plan._replace(ops=tuple(ops)), limits=limits))  # type: ignore[arg-type]
-    heads, matrix = Experts(0, 0, 128, 0, 128), Matrix("Q4_K", 0, 128, 0, 128)
+    heads, matrix = Experts(0, 0, n_head, 0, n_head), Matrix("Q4_K", 0, 128, 0, 128)
 
     def most(n: int) -> int:
-        calls = expert_linear(limits, Input(0, n, 512, 128 * 512), [matrix], heads, per_expert=True)
+        calls = expert_linear(limits, Input(0, n, 512, n_head * 512), [matrix], heads, per_expert=True)
         return max(max(call.grid[1:]) for call in calls)
 
     assert n >= 7000 and most(n) <= 65535 < most(n * 11 // 10)

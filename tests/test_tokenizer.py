@@ -14,6 +14,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from polling import Poll
 from tokenizer_oracles import Texts, library_tokenizer, unpack, with_pre, write_vocabulary
 
 from reflex_ipc.bpe import SYMBOLS
@@ -455,19 +456,11 @@ def test_where_special_tokens_have_borders_inside_there_is_none(tmp_path: Path) 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek-llm"])
 @pytest.mark.parametrize("unit", ["ab", "!", "word, ", "\u4e00", "\u0e01\u0e32 ", "1x\u0301 "])
 def test_megabytes_end_when_they_are_told_to(name: str, unit: str, vocabulary: Path_) -> None:
-    """Asked as often as every tenth of a second (of this thread's time), for some seconds or as long as it takes."""
+    """Asked as often as every tenth of a second, for a second or as long as it takes."""
     tokenizer = Tokenizer.from_gguf(vocabulary(name))
     text = unit * (3_000_000 // len(unit))
-    began = last = time.thread_time()
-    longest = 0.0
-
-    def poll() -> str | None:
-        nonlocal last, longest
-        now = time.thread_time()
-        longest, last = max(longest, now - last), now
-        return "cancelled" if now - began > 1 else None
-
+    poll = Poll(1)
     with contextlib.suppress(CancelledError):
         tokenizer.encode(text, poll=poll)
     poll()
-    assert longest < 0.5
+    assert poll.longest < 0.5

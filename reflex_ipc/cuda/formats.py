@@ -101,5 +101,5 @@ ALONE = 16
 COMMON = ("F16", "BF16", "Q4_0", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 """What most models are made of: `few.cuh` is compiled for these types."""
 WHOLE = ("Q4_K", "Q5_K", "Q6_K")
-"""What `kernels/whole.cuh` multiplies as whole numbers: on sm_90a x comes in an order of its own, and four warps multiply
-together."""
+"""What `kernels/whole.cuh` multiplies as whole numbers: on sm_90a x comes in an order of its own, and four warps
+multiply together."""

@@ -55,9 +55,9 @@ def tree_bytes(low: "Lowering", n_past: int, n_backed: int, n_tokens: int) -> in
 
 
 def largest_step(low: "Lowering") -> int:
-    """Tokens that a step may have, whatever the memory: 65,535, as a grid has no more rows. Where a token has `k` experts,
-    or heads with a matrix of their own, its tiles are rows of the grid: full ones of `experts.tile_width` choices, and one
-    more for each expert."""
+    """Tokens that a step may have, whatever the memory: 65,535, as a grid has no more rows. Where a token has experts,
+    or heads with a matrix of their own, tiles of such choices are rows of the grid: full ones of `experts.tile_width`,
+    and one more for each expert."""
     choices = [op.routes.width // 2 for op in low.plan.ops if isinstance(op, ExpertLinear)]
     choices += [op.n_head for op in low.plan.ops if isinstance(op, LatentAttention)]
     if not choices:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 MAX_CANDIDATES = 4096
 MAX_TREE = 32768
 """Tokens of all candidates together, what they share counted once."""
+MAX_SCORED = 1 << 18
+"""Tokens of all candidates, each counted with what it shares: so many log-probabilities are the answer."""
 LONGEST_TOGETHER = 4096
 """Tokens of a context that go through the model together with the tree; of a longer one, the beginning goes ahead."""
 NORMALISATIONS = ("sum", "mean", "byte", "pmi")
@@ -152,10 +154,12 @@ def _texts(
     poll: "Poll | None",
 ) -> Texts:
     watch = Watch(poll)
-    prompt, wholes = encode(""), []
+    prompt, wholes, n_scored = encode(""), [], 0
     for i, text in enumerate(candidates):
         watch()
         wholes.append(encode(join + text))
+        n_scored += max(0, len(wholes[-1]) - len(prompt))  # at least
+        _check_scored(n_scored)
         n = len(before) + len(wholes[-1])
         if n == 0:
             raise InvalidRequestError(f"candidate {i} has no token in this vocabulary", f"candidates[{i}]")
@@ -196,7 +200,17 @@ _NO_NEUTRAL = "the file names no token that begins or ends a text, so nothing ca
 
 def border(prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> int:
     """How many tokens the prompt and every prompt + candidate begin with alike, leaving each candidate at least one."""
-    return min(min(_shared(prompt, ids), len(ids) - 1) for ids in texts)
+    # What the first and the last in order share with the prompt, all between them do, and lists are compared in C.
+    first, last = min(texts), max(texts)
+    return min(_shared(prompt, first), _shared(prompt, last), min(map(len, texts)) - 1)
+
+
+def _check_scored(n: int) -> None:
+    if n > MAX_SCORED:
+        raise InvalidRequestError(
+            f"the candidates have more than {MAX_SCORED} tokens, each counted with what it shares with others",
+            "candidates",
+        )
 
 
 class Tree(NamedTuple):
@@ -278,7 +292,9 @@ def _groups(candidates: Sequence[Sequence[int]], first: int, twice: bool, limit:
 def _shared(a: Sequence[int], b: Sequence[int]) -> int:
     """How many tokens two texts begin with alike."""
     n = 0
-    while n < min(len(a), len(b)) and a[n] == b[n]:
+    for mine, other in zip(a, b, strict=False):
+        if mine != other:
+            break
         n += 1
     return n
 
@@ -353,6 +369,7 @@ class Scoring:
 
     def __init__(self, executor: Executor, split: Split, options: Options, poll: "Poll | None" = None) -> None:
         tokens = [tail.tokens for tail in split.tails]
+        _check_scored(sum(map(len, tokens)))
         n_tree = len(tree(tokens).tokens)
         if n_tree > MAX_TREE:
             raise InvalidRequestError(

@@ -35,7 +35,7 @@ READ_BYTES = 64 << 10
 UNREAD_EVENTS = 256
 """With so many events unread, a client's lines are not read either: what it is owed stays bounded."""
 LAST_WORDS_S = 1.0
-"""How long a reader may take for what is being written when the process was told to end."""
+"""How long a reader may take nothing of what is being written when the process was told to end."""
 LOADING_EVERY_S = 0.1
 ACCEPT_AGAIN_S = 1.0
 """How long no connection is accepted after one could not be, unless one closes before."""
@@ -117,6 +117,7 @@ class Channel:
         self.write_bytes = write_bytes
         self.unread: deque[tuple[bytes, float]] = deque()  # encoded events, and when each was due
         self.written = 0  # bytes of the first of them that are out
+        self.written_at = 0.0  # when some were
         self.collected = 0  # events so far
         self.lost: OSError | None = None  # why nobody is at the other end any more
         self.held_up = 0.0  # seconds for which others had to wait for this one to read the running request's events
@@ -135,6 +136,7 @@ class Channel:
         """As much of the first event as the descriptor takes. Call when `poll` says that it takes some."""
         line = self.unread[0][0]
         self.written += os.write(self.sink, line[self.written : self.written + self.write_bytes])
+        self.written_at = time.monotonic()
         if self.written == len(line):
             self.unread.popleft()
             self.written = 0
@@ -154,6 +156,7 @@ class Loop:
         self._write_timeout = limits.write_timeout_ms / 1000
         self._last_active = time.monotonic()
         self._told_to_end: int | None = None  # by this signal
+        self._leaving_since: float | None = None  # since when the end is waiting for readers only
         self._cut = False  # whether the signal left a request without its last event
         self._fatal: Error | None = None
         self._is_loading = False
@@ -274,7 +277,7 @@ class Loop:
             print(f"reflex: {error.message}", file=sys.stderr)
         for channel in list(self._channels):
             channel.session.fail(fatal if channel is asker else fatal._replace(id=None))
-        self._write_timeout = min(self._write_timeout, LAST_WORDS_S)
+        self._leave()
         for channel in list(self._channels):
             self._deliver(channel)
         return _exit_code(fatal)
@@ -291,7 +294,19 @@ class Loop:
         for channel in self._channels:
             self._cut = self._cut or channel.session.unanswered
             channel.session.terminate()
-        self._write_timeout = min(self._write_timeout, LAST_WORDS_S)
+        self._leave()
+
+    def _leave(self) -> None:
+        """From now on `LAST_WORDS_S` counts, from the first reason to end."""
+        if self._leaving_since is None:
+            self._leaving_since = time.monotonic()
+
+    def _patience(self, channel: Channel) -> float:
+        """Until when the first event that this connection is owed may wait to be taken whole."""
+        until = channel.unread[0][1] + self._write_timeout
+        if self._leaving_since is not None:
+            until = min(until, max(self._leaving_since, channel.written_at) + LAST_WORDS_S)
+        return until
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -362,7 +377,7 @@ class Loop:
                 continue
             self._watch_channel(channel)
             if channel.unread:
-                left = channel.unread[0][1] + self._write_timeout - now
+                left = self._patience(channel) - now
                 if left <= 0:
                     self._lose(channel, TimeoutError(None, "the reader took nothing for too long"))
                     timeout = 0

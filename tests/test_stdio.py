@@ -513,6 +513,35 @@ def test_sigterm_with_a_blocked_reader(tiny: Path) -> None:
         assert time.monotonic() - began < 5
 
 
+@pytest.mark.parametrize("pauses", [[0.6], [0.6, 0.6]])
+def test_a_stalled_reader_gets_the_rest_of_the_line(tiny: Path, pauses: list[float]) -> None:
+    """It had taken nothing for longer than it is waited for, but that counts from the signal, and from what it takes."""
+    with Stdio(tiny) as engine:
+        engine.ready()
+        engine.send({"id": 1, "op": "tokenize", "text": "ab" * 100_000})
+        time.sleep(2)
+        engine.process.terminate()
+        head = b""
+        for pause in pauses:
+            time.sleep(pause)
+            assert engine.process.poll() is None
+            head += os.read(engine.reads, 16 << 10)
+        engine._buffer = head
+        assert [each["event"] for each in engine.rest()] == ["result"]
+        assert engine.code() == 0 and engine.complaints() == ""
+
+
+def test_a_reader_that_stays_away_is_not_waited_for(tiny: Path) -> None:
+    with Stdio(tiny) as engine:
+        engine.ready()
+        engine.send({"id": 1, "op": "tokenize", "text": "ab" * 100_000})
+        time.sleep(1)
+        began = time.monotonic()
+        engine.process.terminate()
+        assert engine.code() == 11
+        assert 0.9 < time.monotonic() - began < 3
+
+
 @pytest.mark.model
 def test_sigterm_while_loading(smollm2: Path) -> None:
     with Stdio(smollm2) as engine:

@@ -128,6 +128,11 @@ class Channel:
             self.collected += 1
 
     @property
+    def is_owed(self) -> bool:
+        """Whether there are events that are not out."""
+        return bool(self.unread or self.session.output)
+
+    @property
     def delivered(self) -> int:
         """Events so far that are out."""
         return self.collected - len(self.unread)
@@ -216,7 +221,7 @@ class Loop:
             if not self._channels and self._listener is None:
                 return 0
             patience = None
-            if self._exit_after_idle is not None:
+            if self._exit_after_idle is not None and not any(channel.is_owed for channel in self._channels):
                 patience = max(0.0, self._last_active + self._exit_after_idle - time.monotonic())
             seen = self._last_active
             self._pump(patience)
@@ -411,6 +416,7 @@ class Loop:
         try:
             if fd == channel.sink and mask & select.POLLOUT:
                 channel.write()
+                self._last_active = channel.written_at
             if fd == channel.source and mask & ~select.POLLOUT and channel.session.room:
                 data = os.read(fd, min(READ_BYTES, channel.session.room))
                 self._last_active = now = time.monotonic()

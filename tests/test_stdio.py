@@ -515,7 +515,7 @@ def test_sigterm_with_a_blocked_reader(tiny: Path) -> None:
 
 @pytest.mark.parametrize("pauses", [[0.6], [0.6, 0.6]])
 def test_a_stalled_reader_gets_the_rest_of_the_line(tiny: Path, pauses: list[float]) -> None:
-    """It had taken nothing for longer than it is waited for, but that counts from the signal, and from what it takes."""
+    """It had taken nothing for longer than it is waited for, but that counts from the signal, and what it takes."""
     with Stdio(tiny) as engine:
         engine.ready()
         engine.send({"id": 1, "op": "tokenize", "text": "ab" * 100_000})

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -495,19 +495,18 @@ def test_one_connection_too_many_while_loading(smollm2: Path, private: Path) -> 
 
 
 def activated(
-    model: Path, handed: socket.socket, fd: int, prepare: Callable[[], None] = lambda: None, **variables: str
+    model: Path, handed: socket.socket, fd: int, *options: object, **variables: str
 ) -> subprocess.Popen[bytes]:
     """Start the process with this socket at descriptor `fd`, and LISTEN_PID as systemd would set it."""
 
     def hand_over() -> None:
-        prepare()
         if fd == handed.fileno():
             os.set_inheritable(fd, True)
         else:
             os.dup2(handed.fileno(), fd)
         os.environ.update({name: value.replace("OWN", str(os.getpid())) for name, value in variables.items()})
         os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
-        arguments = command("uds", model)
+        arguments = command("uds", model, *options)
         os.closerange(max(3, fd + 1), 200)
         os.execv(arguments[0], arguments)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_uds import activated
 from tests.wire import PATIENCE, Socket, command, start, stop
 
 SHORT = {"op": "generate", "prompt": "Hello", "max_tokens": 3, "ignore_eos": True}
@@ -100,14 +101,28 @@ def test_a_reader_that_drips(tiny: Path, path: Path) -> None:
         stop(process)
 
 
-def test_loading_is_not_idleness(tiny: Path, path: Path) -> None:
-    """Whoever connects while the model loads is served, however short the patience behind it."""
+@pytest.mark.parametrize("patience", [0.05, 0.001])
+def test_loading_is_not_idleness(tiny: Path, path: Path, patience: float) -> None:
+    """Whoever connects while the model loads is told that it is there, however short the patience behind it: what is
+    still to be said is no idleness either."""
     for _ in range(3):
-        process = start(command("uds", tiny, path, "--exit-after-idle", 0.05), stdin=subprocess.DEVNULL)
-        try:
-            with Socket(path) as client:
-                client.ready()
-                assert client.rest() == []
-            assert process.wait(PATIENCE) == 0 and not path.exists()
-        finally:
-            stop(process)
+        with socket.socket(socket.AF_UNIX) as given:
+            given.bind(str(path))
+            given.listen()
+            with Socket(path) as client:  # before there is an engine, so that it cannot come too late
+                process = activated(tiny, given, 3, "--exit-after-idle", patience, LISTEN_FDS="1", LISTEN_PID="OWN")
+                try:
+                    client.ready()
+                    assert client.rest() == []
+                    assert process.wait(PATIENCE) == 0
+                finally:
+                    stop(process)
+        path.unlink()
+
+
+def test_an_idle_engine_leaves_no_socket(tiny: Path, path: Path) -> None:
+    process = start(command("uds", tiny, path, "--exit-after-idle", 0.05), stdin=subprocess.DEVNULL)
+    try:
+        assert process.wait(PATIENCE) == 0 and not path.exists()
+    finally:
+        stop(process)

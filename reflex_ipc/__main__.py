@@ -28,19 +28,18 @@ if __name__ == "__main__":
     except (MemoryError, OSError, ImportError) as error:
         from posix import _exit, write
 
-        if isinstance(error, MemoryError) or "map segment" in str(error) or getattr(error, "errno", None) == 12:
+        number, said = getattr(error, "errno", None), str(error)
+        if isinstance(error, MemoryError) or "map segment" in said or number == 12:
             write(2, b"reflex: memory ran out before the program was loaded\n")
             _exit(6)  # as OutOfMemoryError, whose module may not be there
+        if "Too many open files" in said or number in (23, 24):
+            write(2, b"reflex: no file could be opened any more before the program was loaded: ulimit -n\n")
+            _exit(11)  # as InputOutputError
         raise
 
     if code := main(sys.argv[1:]):
         from os import _exit  # loaded long since
 
-        # Whatever failed has been said. An orderly end would wait for a driver that is still starting, whose exit
-        # handlers must not meet that; the kernel takes back what it has. Reports may still be in a buffer.
-        for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it was closed when this began
-            try:  # noqa: SIM105  # importing contextlib takes memory, which may be what has run out
-                stream.flush()
-            except (OSError, ValueError):  # that has been said, too
-                pass
+        # Whatever failed has been said, and no buffer holds any of it. An orderly end would wait for a driver that is
+        # still starting, whose exit handlers must not meet that; the kernel takes back what it has.
         _exit(code)

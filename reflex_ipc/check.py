@@ -5,17 +5,17 @@ on the reference's own inputs, each against the bound of its kind, fused and one
 last that is looked at.
 """
 
-import sys
 from argparse import Namespace
 
 from reflex_ipc import ops
 from reflex_ipc.environment import model_path
 from reflex_ipc.errors import CheckFailedError
 from reflex_ipc.plan import Step
+from reflex_ipc.terminal import write
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     import numpy as np
     import numpy.typing as npt
@@ -165,8 +165,8 @@ def _judge(what: str, actual: "Array", expected: "Array", bound: float) -> None:
     _report(f"{what:<40}", relative_error(actual, expected), bound)
 
 
-def _report(what: str, error: float, bound: float, out: "Callable[[str], object]" = sys.stdout.write) -> None:
-    out(f"{what} {error:9.2e}  {'ok' if error <= bound else f'above {bound:.0e}'}\n")
+def _report(what: str, error: float, bound: float) -> None:
+    write(f"{what} {error:9.2e}  {'ok' if error <= bound else f'above {bound:.0e}'}\n")
     if error > bound:
         raise CheckFailedError(
             f"{' '.join(what.split())} differs from the reference by {error:.2e}, more than {bound:.0e}"

@@ -13,7 +13,7 @@ from reflex_ipc import __version__, options
 from reflex_ipc.environment import complete_site, model_path
 from reflex_ipc.errors import InputOutputError, InvalidRequestError, ReflexError, ran_out
 from reflex_ipc.stamps import stamp
-from reflex_ipc.terminal import flush, read_prompt, say, say_why_cpu, warn, write
+from reflex_ipc.terminal import read_prompt, say, say_why_cpu, warn, write
 
 if TYPE_CHECKING:
     from reflex_ipc.backends import Progress
@@ -42,7 +42,6 @@ def main(argv: list[str]) -> int:
         arguments = _parse(argv)
         stamp("arguments")
         code: int = arguments.command(arguments)
-        flush()
         return code
     except ReflexError as error:
         return _fail(str(error), error.exit_code)

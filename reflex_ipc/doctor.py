@@ -7,7 +7,6 @@ import ctypes
 import json
 import os
 import resource
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from reflex_ipc.cuda.launch import Kernels, choose, shipped
 from reflex_ipc.cuda.upload import BUFFERS, CHUNK, THREADS
 from reflex_ipc.environment import usable_cpus
 from reflex_ipc.errors import CheckFailedError, ReflexError
+from reflex_ipc.terminal import write
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
 NVML = "libnvidia-ml.so.1"
@@ -44,13 +44,13 @@ def run(as_json: bool, index: int = 0, library: str = LIBRARY, nvml: str = NVML,
             {"name": c.name, "state": c.state.lower(), "detail": c.detail, "remedy": c.remedy, **c.figures}
             for c in checks
         ]
-        sys.stdout.write(json.dumps({"ok": healthy, "checks": listed}, indent=2) + "\n")
+        write(json.dumps({"ok": healthy, "checks": listed}, indent=2) + "\n")
     else:
         width = max(len(check.name) for check in checks)
         for check in checks:
-            sys.stdout.write(f"{check.state:<4}  {check.name:<{width}}  {check.detail}\n")
+            write(f"{check.state:<4}  {check.name:<{width}}  {check.detail}\n")
             if check.remedy:
-                sys.stdout.write(f"{'':<{width + 8}}{check.remedy}\n")
+                write(f"{'':<{width + 8}}{check.remedy}\n")
     return 0 if healthy else CheckFailedError.exit_code
 
 

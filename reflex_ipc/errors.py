@@ -114,11 +114,12 @@ EXIT_BELOW_CONFIDENCE = 10
 
 
 _NO_MEMORY = 12  # ENOMEM
+_NO_DESCRIPTOR = (23, 24)  # ENFILE, EMFILE
 
 
-def ran_out(error: BaseException) -> OutOfMemoryError | None:
-    """The error as one of memory, if that is what it says: Python, the system and the loader of libraries each have
-    their own words for it."""
+def ran_out(error: BaseException) -> OutOfMemoryError | InputOutputError | None:
+    """The error as one of memory or of open files, if that is what it says: Python, the system and the loader of
+    libraries each have their own words for it."""
     said = str(error)
     if isinstance(error, MemoryError):
         return OutOfMemoryError("memory ran out")
@@ -128,6 +129,9 @@ def ran_out(error: BaseException) -> OutOfMemoryError | None:
         return OutOfMemoryError("memory ran out while a library was loaded")
     if isinstance(error, RuntimeError) and "start new thread" in said:  # all that CPython says when it is refused one
         return OutOfMemoryError("no thread could be started: memory or processes ran out")
+    has_none = isinstance(error, OSError) and error.errno in _NO_DESCRIPTOR
+    if has_none or (isinstance(error, ImportError) and "Too many open files" in said):
+        return InputOutputError(f"no file can be opened any more (`ulimit -n`): {said}")
     return None
 
 

@@ -4,7 +4,6 @@ Every family of kernels gets a small input, and what it leaves is compared with 
 """
 
 import math
-import sys
 import time
 from argparse import Namespace
 from array import array
@@ -18,6 +17,7 @@ from reflex_ipc.cuda.sampling import CONTROL, Sampling
 from reflex_ipc.errors import CheckFailedError
 from reflex_ipc.sampler import Sampler
 from reflex_ipc.sampler import Sampling as Settings
+from reflex_ipc.terminal import write
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def smoke(arguments: Namespace) -> int:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
+    write(text + "\n")
 
 
 def _process_start() -> float:

@@ -1,7 +1,6 @@
 """What every command does with a terminal or a pipe: where prompts come from, where text and remarks go."""
 
 import os
-import sys
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
@@ -120,14 +119,6 @@ def write(text: str) -> None:
             select.select([], [1], [])
         except OSError as error:
             raise InputOutputError(f"writing to standard output failed: {error.strerror}") from error
-
-
-def flush() -> None:
-    """Bring out what was printed, by those who report line by line and not with `write`."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        raise InputOutputError(f"writing to standard output failed: {error.strerror}") from error
 
 
 def say(text: str) -> None:

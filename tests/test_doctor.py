@@ -38,7 +38,7 @@ def look(fake: Fake, lib: Path, **options: object) -> dict[str, doctor.Check]:
     return {check.name: check for check in doctor.examine(**options)}
 
 
-def test_a_healthy_machine(fake: Fake, lib: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_a_healthy_machine(fake: Fake, lib: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor, "usable_cpus", lambda: 16)
     checks = look(fake, lib)
     assert {check.state for check in checks.values()} == {"ok"}, checks
@@ -55,23 +55,23 @@ def test_a_healthy_machine(fake: Fake, lib: Path, capsys: pytest.CaptureFixture[
     assert "cuMemHostUnregister" in fake.log
 
     assert doctor.run(False, library=fake.path, nvml=fake.path, lib=str(lib)) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = capfd.readouterr().out.splitlines()
     assert len(lines) == len(checks) and all(line.startswith("ok    ") for line in lines)
     assert doctor.run(True, library=fake.path, nvml=fake.path, lib=str(lib)) == 0
-    said = json.loads(capsys.readouterr().out)
+    said = json.loads(capfd.readouterr().out)
     assert said["ok"] is True
     device = next(check for check in said["checks"] if check["name"] == "device")
     assert (device["state"], device["compute_capability"], device["multiprocessors"]) == ("ok", "9.0", 132)
 
 
-def test_no_driver_and_no_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_no_driver_and_no_kernels(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     missing = str(tmp_path / "none.so")
     assert doctor.run(False, library=missing, nvml=missing, lib=str(tmp_path)) == 1
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     assert "FAIL  driver   no NVIDIA driver: " in out and "install one that supports CUDA 13" in out
     assert "FAIL  kernels  this package was installed without kernels\n" in out and "REFLEX_CUDA=native" in out
     assert doctor.run(True, library=missing, nvml=missing, lib=str(tmp_path)) == 1
-    said = json.loads(capsys.readouterr().out)
+    said = json.loads(capfd.readouterr().out)
     assert said["ok"] is False and said["checks"][0]["state"] == "fail" and said["checks"][0]["remedy"]
 
 

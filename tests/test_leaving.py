@@ -1,6 +1,8 @@
 """A command that cannot do what it was asked ends at once and by its exit code: it waits for no driver that was started
 early, and where memory is short it says so."""
 
+import fcntl
+import json
 import os
 import resource
 import subprocess
@@ -76,18 +78,70 @@ def test_what_fails_leaves_its_trace_all_the_same(reflex, tmp_path: Path):
 
 @pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"]])
 def test_what_was_reported_before_it_failed_is_out(arguments: list[str]):
-    """Also what stood in a buffer."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([*COMMAND, *arguments], env=environment, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout.count("\n") > 5
 
 
-def test_a_report_that_nobody_can_take_is_a_failed_output():
+@pytest.mark.parametrize("buffering", [[], ["-u"]])
+def test_a_report_that_nobody_can_take_is_a_failed_output(buffering: list[str]):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [COMMAND[0], *buffering, *COMMAND[1:], "doctor"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*COMMAND, "doctor"], env=environment, stdout=full, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 11
     assert done.stderr == "reflex: writing to standard output failed: No space left on device\n"
+
+
+def test_a_report_waits_for_a_full_pipe_that_does_not_block():
+    """The pipe's mode is that of whoever made it."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    filled = os.write(writes, bytes(fcntl.fcntl(writes, fcntl.F_GETPIPE_SZ)))
+    command = [*COMMAND, "doctor", "--json"]
+    with subprocess.Popen(command, env=environment, stdout=writes, stderr=subprocess.PIPE) as process:
+        os.close(writes)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(PROMPT_S)
+        with open(reads, "rb") as pipe:
+            said = pipe.read()[filled:]
+        assert process.wait(PROMPT_S) == 1
+        assert process.stderr and process.stderr.read() == b""
+    assert json.loads(said)["ok"] is False
+
+
+@pytest.mark.parametrize("number", [4, 5, 6, 7, 8, 16])
+@pytest.mark.parametrize("command", ["tokenize", "inspect", "run", "stdio"])
+def test_too_few_descriptors_are_said(fixtures: Path, command: str, number: int):
+    """Before that the interpreter itself does not start."""
+    rest = {"tokenize": ["x"], "run": ["x", "-n", "1", "--backend", "cpu"], "stdio": ["--backend", "cpu"]}
+    done = subprocess.run(
+        [*COMMAND, command, str(fixtures / "exact" / "llama-f16.gguf"), *rest.get(command, [])],
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (number, number)),
+    )
+    assert "Traceback" not in done.stderr
+    if done.returncode:
+        assert done.returncode == 11 and "Too many open files" in done.stderr + done.stdout
+    assert number < 16 or done.returncode == 0
+
+
+def test_no_descriptor_for_the_program_itself():
+    main = COMMAND[-1]
+    script = (
+        "import resource\n"
+        f"code = compile(open({main!r}).read(), {main!r}, 'exec')\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))\n"
+        f"exec(code, {{'__name__': '__main__', '__file__': {main!r}, '__package__': None}})\n"
+    )
+    done = subprocess.run([*COMMAND[:-1], "-c", script], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    said = "reflex: no file could be opened any more before the program was loaded: ulimit -n\n"
+    assert (done.returncode, done.stderr) == (11, said)
 
 
 @pytest.mark.parametrize("backend_threads", [1, 2])

@@ -7,13 +7,15 @@ A long list of measurements is run in pieces (`bench/device.py OUT --only idle -
 gone afterwards. CALL is what a piece wrote: a folder, an archive of one, a file. Files are named after what is in them,
 so that pieces do not overwrite each other. Starts of one row that were measured in two pieces are put together if file,
 command and environment are the same; of anything else that was measured twice the newer stays, and it is said.
-Collecting the same piece again changes nothing. Results of other sources, machines or model files are refused.
+Collecting the same piece again changes nothing. Results of other sources, machines or model files are refused, and so
+is a file that lacks what is needed (bench/shape.py). Other files in the folder are left alone.
 """
 
 import argparse
 import sys
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from typing import Any
 import compare
 import measure
 import report
+import shape
 from measure import NO_TIME, MeasurementError
 
 Document = dict[str, Any]
@@ -36,12 +39,23 @@ def read(source: Path) -> list[Document]:
             try:
                 with tarfile.open(source) as archive:
                     archive.extractall(folder, filter="data")
-            except (tarfile.TarError, OSError) as error:
+            except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
                 raise MeasurementError(f"{source}: {error}") from None
         files = [source] if source.suffix == ".json" else sorted(folder.rglob("*.json"))
         if not files:
             raise MeasurementError(f"{source}: no results")
-        return [document for file in files for document in compare.load(file)]
+        return [document for file in files for document in load(file)]
+
+
+def load(file: Path) -> list[Document]:
+    """`compare.load`, and every field that is needed here is there. MeasurementError names the file and the field."""
+    found = compare.load(file)
+    for document in found:
+        try:
+            shape.check(document)
+        except MeasurementError as error:
+            raise MeasurementError(f"{file}: {error}") from None
+    return found
 
 
 def parts(document: Document) -> Iterator[tuple[str, Document]]:
@@ -155,25 +169,37 @@ def _parts_of_device(document: Document) -> set[str]:
     return {"cold" if row["cache"] == "cold" else row["state"] for row in document["rows"]}
 
 
+def _is_result(file: Path) -> bool:
+    """Whether it is one by schema and kind: nothing else is ever removed."""
+    try:
+        return bool(compare.load(file))
+    except MeasurementError:
+        return False
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, description="Results of several calls in one folder.")
     parser.add_argument("into", type=Path, help="the folder, as docs/benchmarks")
     parser.add_argument("calls", nargs="+", type=Path, metavar="CALL", help="folders, archives or files of results")
-    parser.add_argument("--fresh", action="store_true", help="drop what is in the folder")
+    parser.add_argument("--fresh", action="store_true", help="drop the results that are in the folder")
     options = parser.parse_args()
     there = sorted(options.into.glob("*.json"))
     try:
-        found = [] if options.fresh or not there else compare.load(options.into)
+        found = [] if options.fresh else [document for file in there for document in load(file)]
         found += [document for call in options.calls for document in read(call)]
         whole, said = collect(found)
-    except MeasurementError as error:
+        ours = [file for file in there if _is_result(file)]
+        for file in there:
+            if file.stem in whole and file not in ours:
+                raise MeasurementError(f"{file} is no result of these tools, and in the way of one")
+        for name, document in whole.items():
+            measure.save(options.into / f"{name}.json", document)
+        for file in ours:  # under the name that a call gave it, or of a state that is gone
+            if file.stem not in whole:
+                file.unlink()
+    except (MeasurementError, OSError) as error:
         sys.stderr.write(f"collect: {error}\n")
         return 1
-    for name, document in whole.items():
-        measure.save(options.into / f"{name}.json", document)
-    for file in there:  # under the name that a call gave it, or of a state that is gone
-        if file.stem not in whole:
-            file.unlink()
     print("\n".join(said))
     return 0
 

@@ -46,7 +46,7 @@ def load(path: Path) -> list[dict[str, Any]]:
             document = json.loads(file.read_text())
             if document["schema"] != 1 or document["kind"] not in KINDS:
                 raise KeyError
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise MeasurementError(f"{file} is no result of these tools: {error}") from None
         found.append(document)
     return found

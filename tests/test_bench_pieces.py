@@ -154,12 +154,12 @@ def test_what_was_measured_twice_otherwise_is_the_newer(tmp_path: Path):
     energy = {"contender": "reflex", "model": "m.gguf", "state": "back-to-back", "cache": "warm", "prompt_tokens": 5}
     old = write(
         tmp_path / "old",
-        a=result("1", [{**energy, "gross_j": 50.0}], "energy"),
+        a=result("1", [{**energy, "n": 20, "gross_j": 50.0}], "energy"),
         b=result("1", [row("reflex", [1.0])]),
     )
     new = write(
         tmp_path / "new",
-        a=result("2", [{**energy, "gross_j": 60.0}], "energy"),
+        a=result("2", [{**energy, "n": 20, "gross_j": 60.0}], "energy"),
         b=result("2", [row("reflex", [2.0], command=["run", "otherwise"])]),
     )
     said = run(tmp_path / "into", new, old)
@@ -194,6 +194,67 @@ def test_no_archive_and_no_results(tmp_path: Path):
     (tmp_path / "x.tar.gz").write_bytes(b"none")
     assert "x.tar.gz: " in run(tmp_path / "into", tmp_path / "x.tar.gz", code=1)
     assert "no results" in run(tmp_path / "into", tmp_path / "nowhere", code=1)
+
+
+COMMITTED = sorted((ROOT / "docs" / "benchmarks").rglob("*.json"))
+OF_EACH_KIND = {json.loads(path.read_text())["kind"]: path for path in COMMITTED}
+NOT_NEEDED = {  # to put results together; a page may need some
+    "cores", "memory_bytes", "kernel", "python", "driver_environment", "output", "ready_ms", "inside_s", "candidates",
+    "depth", "flops", "first_output_ms", "phases_ms", "device_clock_within_ms",
+    "arrivals_late_ms", "disagreements", "trace", "batch_s", "joules", "counter_interval_s", "idle_before_w",
+    "idle_after_w", "gross_j", "gross_error_j", "net_j", "net_error_j",
+}  # fmt: skip
+OPTIONAL = [("rows", 0, "bytes"), *(("not_run", 0, name) for name in ("reason", "of", "asked", "done"))]
+
+
+def fields(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of all fields of a result, of lists only in their first item."""
+    if isinstance(value, dict) and not {"env", "gpu", "trace", "rates", "phases_ms", "driver_environment"} & {*path}:
+        return [found for name, each in value.items() for found in [(*path, name), *fields(each, (*path, name))]]
+    return fields(value[0], (*path, 0)) if isinstance(value, list) and value else []
+
+
+@pytest.mark.parametrize("kind", sorted(OF_EACH_KIND))
+def test_a_result_that_lacks_something_is_refused_by_field(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Every field in turn is missing, or holds what it must not: a message or a result, and never a file outside."""
+    into, call = tmp_path / "deep" / "into", tmp_path / "call.json"
+    monkeypatch.setattr(sys, "argv", ["collect.py", str(into), str(call)])
+    text = OF_EACH_KIND[kind].read_text()
+    for path in fields(json.loads(text)):
+        for wrong in (..., None, {}, [], 5, [[]], "../../evil", ["x"]):
+            changed = json.loads(text)
+            at = changed
+            for step in path[:-1]:
+                at = at[step]
+            if wrong is ...:
+                del at[path[-1]]
+            else:
+                at[path[-1]] = wrong
+            call.write_text(json.dumps(changed))
+            shutil.rmtree(into.parent, ignore_errors=True)
+            code, said = collect.main(), capsys.readouterr()
+            if code:
+                assert code == 1 and said.err.startswith(f"collect: {call}"), (path, wrong)
+                assert path[-1] in said.err or path[-1] in ("schema", "kind", "file"), (path, wrong, said.err)
+            else:
+                assert wrong is not ... or path[-1] in NOT_NEEDED or path in OPTIONAL, path
+                assert {each.name for each in tmp_path.iterdir()} == {"deep", "call.json"}, (path, wrong)
+                assert [each.name for each in into.parent.iterdir()] == ["into"], (path, wrong)
+                assert all(each.is_file() for each in into.iterdir()), (path, wrong)
+
+
+def test_fresh_removes_nothing_of_others(tmp_path: Path):
+    into = write(tmp_path / "into", old=result("1", [row("reflex", [1.0])]), other={"hello": 1}, list=[1])  # type: ignore[arg-type]
+    (into / "half.json").write_text('{"schema": 1')
+    call = write(tmp_path / "call", new=result("2", [row("reflex", [2.0])]))
+    assert "is no result of these tools" in run(into, call, code=1)
+    run(into, call, "--fresh")
+    assert sorted(each.stem for each in into.iterdir()) == ["coldstart-idle-warm-m", "half", "list", "other"]
+    (into / "coldstart-idle-warm-m.json").write_text("{}")
+    assert "in the way" in run(into, call, "--fresh", code=1)
+    assert (into / "coldstart-idle-warm-m.json").read_text() == "{}"
 
 
 def test_the_committed_results_can_be_collected(tmp_path: Path):

@@ -54,6 +54,7 @@ def create_app(engine: Engine, settings: Settings) -> ASGIApp:
         Route("/v1/completions", routes.completions, methods=["POST"]),
         Route("/v1/score", routes.score, methods=["POST"]),
         Route("/v1/models", routes.models),
+        Route("/v1/models/{id:path}", routes.model),
         Route("/tokenize", routes.tokenize, methods=["POST"]),
         Route("/livez", routes.livez),
         Route("/readyz", routes.readyz),
@@ -66,7 +67,7 @@ def create_app(engine: Engine, settings: Settings) -> ASGIApp:
     )
     app.router.redirect_slashes = False
     guard = Guard(app, hosts=settings.hosts, origins=settings.origins, key=settings.key, body_bytes=settings.body_bytes)
-    return Observed(guard, metrics, [route.path for route in table])
+    return Observed(guard, metrics, table)
 
 
 def _refuse(_: Request, error: Exception) -> Response:
@@ -110,10 +111,20 @@ class _Routes:
         return self._names()[0]
 
     async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": await self._models(request)})
+
+    async def model(self, request: Request) -> Response:
+        found = await self._models(request)
+        name = request.path_params["id"]
+        openai_requests.check_model(name, self._names())
+        return JSONResponse(next(each for each in found if each["id"] == name))
+
+    async def _models(self, request: Request) -> list[dict[str, Any]]:
+        """The one model, under each of its names."""
         if not self._engine.model:
             await unless_gone(request.receive, self._meet())
         about = {"object": "model", "created": _STARTED, "owned_by": "reflex", "reflex": self._engine.model}
-        return JSONResponse({"object": "list", "data": [{"id": name, **about} for name in self._names()]})
+        return [{"id": name, **about} for name in self._names()]
 
     async def _meet(self) -> None:
         async with self._engine.conversation():

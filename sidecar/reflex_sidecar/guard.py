@@ -9,10 +9,12 @@ import hmac
 import logging
 import time
 import traceback
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
+from urllib.parse import unquote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reflex_sidecar.errors import ApiError
@@ -59,6 +61,7 @@ class Guard:
                 await self._app(scope, receive, send)
                 return
             host = self._check_host(headers)
+            self._check_served(scope.get(AUTHORITY, host))
             origin = self._check_origin(headers, host)
             send = _with_headers(send, origin)
             if scope["method"] == "OPTIONS" and origin is not None and "access-control-request-method" in headers:
@@ -79,9 +82,12 @@ class Guard:
         if len(values) != 1:
             raise ApiError(400, "bad_host", "exactly one Host header is needed")
         host = values[0].strip().lower()
+        self._check_served(host)
+        return host
+
+    def _check_served(self, host: str) -> None:
         if _without_port(host) not in self._hosts:
             raise ApiError(403, "host_not_allowed", "this Host is not served here; --allow-host adds one")
-        return host
 
     def _check_origin(self, headers: Headers, host: str) -> str | None:
         """The allowed foreign origin that asks, None if it is our own page or no page at all."""
@@ -139,6 +145,22 @@ def _closing(error: ApiError) -> ApiError:
     """The rest of the body is not read, so the connection is of no more use."""
     error.headers["connection"] = "close"
     return error
+
+
+AUTHORITY = "reflex_sidecar.authority"
+"""In a scope: the host that the request's target named."""
+
+
+def _origin_form(scope: Scope) -> Scope:
+    """`GET http://host/path`, as a client of a proxy writes it and every server has to take it (RFC 9112, 3.2.2), is
+    `GET /path` of that host. Another scheme than the two of the web is left as it is, and finds no route."""
+    scheme, separator, rest = scope["raw_path"].partition(b"://")
+    if not separator or scheme.lower() not in (b"http", b"https"):
+        return scope
+    authority, slash, path = rest.partition(b"/")
+    raw = (slash or b"/") + path
+    host = authority.decode("ascii").lower()
+    return {**scope, "raw_path": raw, "path": unquote(raw.decode("ascii")), AUTHORITY: host}
 
 
 def _without_port(host: str) -> str:
@@ -210,10 +232,10 @@ class Observed:
     Neither the log nor a trace holds anything of what was asked or answered: method, route, status, duration.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, routes: Iterable[str]):
+    def __init__(self, app: ASGIApp, metrics: Metrics, routes: Sequence[Route]):
         self._app = app
         self._metrics = metrics
-        self._routes = frozenset(routes)
+        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -228,7 +250,9 @@ class Observed:
                 status = message["status"]
             await send(message)
 
-        route = scope["path"] if scope["path"] in self._routes else "other"
+        scope = _origin_form(scope)
+        matching = (route.path_format for route in self._routes if route.path_regex.fullmatch(scope["path"]))
+        route = next(matching, "other")
         try:
             await self._app(scope, receive, watched)
         except Exception as error:

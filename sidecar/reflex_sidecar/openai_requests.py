@@ -1,7 +1,8 @@
 """OpenAI's request fields -> the engine's `generate`.
 
 Fields that mean the same to both go through as they are: the engine checks them, and its error names the field. Here is
-only what has to be translated, what can't be done (refused, by name) and what can be left out without harm.
+only what has to be translated, what can't be done (refused, by name) and what can be left out without harm; and what
+OpenAI has an error code for of its own.
 """
 
 from collections.abc import Mapping
@@ -74,6 +75,9 @@ _BOTH = frozenset(("model", "max_tokens", "stop", "stream", "stream_options", "l
 COMPLETION_TOKENS = 16
 """`max_tokens` of /v1/completions when it is not given, as OpenAI has it."""
 MOST_LOGPROBS = 20
+MOST_STOPS = 16
+LONGEST_STOP = 256
+"""In characters. These two are protocol.md's, where they are no setting of the engine's."""
 
 
 class Job(NamedTuple):
@@ -105,8 +109,9 @@ def chat(body: dict[str, Any]) -> Job:
     if "chat_template_kwargs" in body:
         ask["template_arguments"] = body["chat_template_kwargs"]
         names["template_arguments"] = "chat_template_kwargs"
-    most = body.get("max_completion_tokens", body.get("max_tokens"))
+    most = _count(body, "max_tokens", None)
     if "max_completion_tokens" in body:
+        most = _count(body, "max_completion_tokens", None)
         if body.get("max_tokens", most) != most:
             raise bad_request("max_tokens", "differs from max_completion_tokens")
         names["max_tokens"] = "max_completion_tokens"
@@ -130,8 +135,8 @@ def completion(body: dict[str, Any]) -> Job:
     else:
         ask["tokens"] = prompt
         names["tokens"] = "prompt"
-    if "max_tokens" in body:
-        ask["max_tokens"] = body["max_tokens"]
+    if (most := _count(body, "max_tokens", None)) is not None:
+        ask["max_tokens"] = most
     logprobs = _count(body, "logprobs", MOST_LOGPROBS)
     echo = _flag(body, "echo")
     if echo and logprobs is not None:
@@ -157,9 +162,36 @@ def _common(body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """What both endpoints take; `temperature` is 1 when it is not given, as OpenAI has it."""
     ask: dict[str, Any] = {"op": "generate", "temperature": 1}
     ask |= {name: body[name] for name in SAME if name in body}
-    stop = body.get("stop", [])
-    ask["stop"] = [stop] if isinstance(stop, str) else stop
+    _check_temperature(ask["temperature"])
+    ask["stop"] = _stop(body.get("stop", []))
     return ask, {}
+
+
+def _check_temperature(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise wrong_type("temperature", "a number")
+    if value < 0:
+        raise bad_request("temperature", "has to be at least 0", "decimal_below_min_value")
+
+
+def _stop(stop: Any) -> list[str]:
+    """A text, or a list of some."""
+    if isinstance(stop, str):
+        named = [("stop", stop)]
+    elif isinstance(stop, list):
+        named = [(f"stop[{i}]", each) for i, each in enumerate(stop)]
+    else:
+        raise wrong_type("stop", "a text or a list of texts")
+    if len(named) > MOST_STOPS:
+        raise bad_request("stop", f"has to be at most {MOST_STOPS} texts", "array_above_max_length")
+    for path, each in named:
+        if not isinstance(each, str):
+            raise wrong_type(path, "a text")
+        if not each:
+            raise bad_request(path, "has to be at least one character", "string_below_min_length")
+        if len(each) > LONGEST_STOP:
+            raise bad_request(path, f"has to be at most {LONGEST_STOP} characters", "string_above_max_length")
+    return [each for _, each in named]
 
 
 def _job(
@@ -250,6 +282,8 @@ def _message(path: str, message: Any) -> dict[str, Any]:
     if given["role"] == "developer":
         given["role"] = "system"
     content = given.get("content")
+    if content is None and not given.get("tool_calls"):
+        raise missing(f"{path}.content", "a text or a list of text parts")
     if isinstance(content, list):
         given["content"] = "".join(_part(f"{path}.content[{i}]", part) for i, part in enumerate(content))
     elif content is not None and not isinstance(content, str):

@@ -107,6 +107,36 @@ def test_every_http_1_is_answered(child: Sidecar, version: str) -> None:
     assert raw_answer(child, request)[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://127.0.0.1:1/v1/models", "127.0.0.1", 200),
+        ("HTTP://LocalHost/v1/models/llama-f16", "localhost", 200),
+        ("https://localhost/readyz?x=/y", "localhost", 200),
+        ("http://localhost", "localhost", 200),
+        ("http://evil.example/readyz", "localhost", 403),
+        ("http://localhost/readyz", "evil.example", 403),
+        ("http://me@localhost/readyz", "localhost", 403),
+        ("http:///readyz", "localhost", 403),
+        ("http://evil.example/livez", "evil.example", 200),
+        ("http://localhost/nothing", "localhost", 404),
+        ("ftp://localhost/readyz", "localhost", 404),
+    ],
+)
+def test_the_whole_address_as_target(child: Sidecar, target: str, host: str, status: int) -> None:
+    """As clients of a proxy write it; both names have to be served here."""
+    request = f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
+    assert raw_answer(child, request)[0] == status
+
+
+def test_a_models_route_is_counted_under_one_name(child: Sidecar) -> None:
+    name = 'reflex_sidecar_requests_total{route="/v1/models/{id}",status="404"}'
+    before = child.metric(name)
+    for each in ("a", "b/c"):
+        httpx.get(f"{child.url}/v1/models/{each}")
+    assert child.metric(name) == before + 2
+
+
 @pytest.mark.parametrize("path", ["/tokenize", "/livez", "/"])
 def test_two_lengths_of_one_body(child: Sidecar, path: str) -> None:
     """What one reader takes for a body is another's next request: nothing behind it is looked at."""

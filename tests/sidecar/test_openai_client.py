@@ -274,6 +274,11 @@ def test_models(client: openai.OpenAI) -> None:
     [model] = client.models.list().data
     assert model.id == "llama-f16"
     assert model.reflex["n_ctx"] == 4096  # type: ignore[attr-defined]
+    assert client.models.retrieve("llama-f16") == model
+    for other in ("nope", "llama-f16/x", "meta/llama", "%6c"):
+        with pytest.raises(openai.NotFoundError, match="'llama-f16' is") as caught:
+            client.models.retrieve(other)
+        assert (caught.value.code, caught.value.type) == ("model_not_found", "invalid_request_error")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -297,6 +302,25 @@ def test_errors_name_the_parameter(client: openai.OpenAI, stream: bool) -> None:
             "messages[0].content[0].type",
             "missing_required_parameter",
         ),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
+        (
+            {"messages": [*HELLO, {"role": "user", "content": None}]},
+            "messages[1].content",
+            "missing_required_parameter",
+        ),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "invalid_type"),
+        ({"max_tokens": -1}, "max_tokens", "integer_below_min_value"),
+        ({"max_tokens": "5"}, "max_tokens", "invalid_type"),
+        ({"max_tokens": True}, "max_tokens", "invalid_type"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens", "integer_below_min_value"),
+        ({"max_completion_tokens": 1.5}, "max_completion_tokens", "invalid_type"),
+        ({"temperature": "a"}, "temperature", "invalid_type"),
+        ({"temperature": -0.5}, "temperature", "decimal_below_min_value"),
+        ({"stop": 5}, "stop", "invalid_type"),
+        ({"stop": ["a", None]}, "stop[1]", "invalid_type"),
+        ({"stop": ["a"] * 17}, "stop", "array_above_max_length"),
+        ({"stop": ""}, "stop", "string_below_min_length"),
+        ({"stop": ["a", "x" * 257]}, "stop[1]", "string_above_max_length"),
         ({"extra_body": {"temprature": 1}}, "temprature", "unknown_parameter"),
     ):
         error = refused(**fields)
@@ -304,7 +328,6 @@ def test_errors_name_the_parameter(client: openai.OpenAI, stream: bool) -> None:
         # What the client's own model of an error says of its fields.
         assert ErrorObject.model_validate(error.body, strict=True).message == error.body["message"]
     assert refused(seed=0.5).param == "seed"  # the engine's own check
-    assert refused(max_completion_tokens=-1).param == "max_completion_tokens"  # under the name that was used
     assert refused(extra_body={"temprature": 1}).param == "temprature"
     long = refused(messages=[{"role": "user", "content": "x" * 9000}])
     assert (long.code, long.param) == ("context_length_exceeded", "messages")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MAX_CANDIDATES = 4096
 MAX_TREE = 32768
 """Tokens of all candidates together, what they share counted once."""
-MAX_SCORED = 1 << 18
+MAX_SCORED = 1 << 20
 """Tokens of all candidates, each counted with what it shares: so many log-probabilities are the answer."""
 LONGEST_TOGETHER = 4096
 """Tokens of a context that go through the model together with the tree; of a longer one, the beginning goes ahead."""
@@ -198,7 +198,7 @@ def split(tokenizer: "Tokenizer", texts: Texts, *, end: bool) -> Split:
 _NO_NEUTRAL = "the file names no token that begins or ends a text, so nothing can come before"
 
 
-def border(prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> int:
+def border(prompt: Sequence[int], texts: Sequence[list[int]]) -> int:
     """How many tokens the prompt and every prompt + candidate begin with alike, leaving each candidate at least one."""
     # What the first and the last in order share with the prompt, all between them do, and lists are compared in C.
     first, last = min(texts), max(texts)
@@ -226,14 +226,16 @@ class Tree(NamedTuple):
     paths: list[list[int]]
 
 
-def tree(candidates: Sequence[Sequence[int]]) -> Tree:
+def tree(candidates: Sequence[Sequence[int]], poll: "Poll | None" = None) -> Tree:
     """Sorted, candidates that begin alike lie together, and each adds what it does not share with the one before."""
     tokens: list[int] = []
     parents: list[int] = []
     depths: list[int] = []
     paths: list[list[int]] = [[] for _ in candidates]
     line: list[int] = []  # nodes of the current candidate, from the context down
+    watch = Watch(poll)
     for i in sorted(range(len(candidates)), key=lambda i: tuple(candidates[i])):
+        watch()
         body = candidates[i][:-1]
         shared = _shared([tokens[node] for node in line], body)
         del line[shared:]
@@ -256,7 +258,12 @@ class Pass(NamedTuple):
 
 
 def passes(
-    context: Sequence[int], candidates: Sequence[Sequence[int]], neutral: int | None, n_past: int, limit: int
+    context: Sequence[int],
+    candidates: Sequence[Sequence[int]],
+    neutral: int | None,
+    n_past: int,
+    limit: int,
+    poll: "Poll | None" = None,
 ) -> Iterator[Pass]:
     """The steps that score `candidates` after `context`, of at most `limit` tokens where that is possible.
 
@@ -267,7 +274,7 @@ def passes(
     rest = list(context[n_past:])
     firsts = [(i, ids[0]) for i, ids in enumerate(candidates)]
     for group in _groups(candidates, len(rest), neutral is not None, limit):
-        yield _pass(rest, firsts, len(context), [(i, candidates[i]) for i in group], neutral)
+        yield _pass(rest, firsts, len(context), [(i, candidates[i]) for i in group], neutral, poll)
         rest, firsts = [], []
 
 
@@ -305,10 +312,12 @@ def _pass(
     n_context: int,
     candidates: Sequence[tuple[int, Sequence[int]]],
     neutral: int | None,
+    poll: "Poll | None",
 ) -> Pass:
     """`rest` of the context, whose last token answers for `firsts`, (candidate, first token); then the tree, once or
     twice."""
-    nodes = tree([ids for _, ids in candidates])
+    nodes = tree([ids for _, ids in candidates], poll)
+    watch = Watch(poll)
     tokens = list(rest)
     positions = list(range(n_context - len(rest), n_context))
     parents = list(range(PARENT_STATE, len(rest) - 1))
@@ -324,6 +333,7 @@ def _pass(
             positions.append(depth + below)
             parents.append(root if parent < 0 else start + parent)
         for (i, ids), path in zip(candidates, nodes.paths, strict=True):
+            watch()
             for at in range(1, len(ids)):
                 want(start + path[at], ids[at], (i, at, is_neutral))
 
@@ -370,7 +380,7 @@ class Scoring:
     def __init__(self, executor: Executor, split: Split, options: Options, poll: "Poll | None" = None) -> None:
         tokens = [tail.tokens for tail in split.tails]
         _check_scored(sum(map(len, tokens)))
-        n_tree = len(tree(tokens).tokens)
+        n_tree = len(tree(tokens, poll).tokens)
         if n_tree > MAX_TREE:
             raise InvalidRequestError(
                 f"the candidates have {n_tree} tokens together; at most {MAX_TREE} are scored", "candidates"
@@ -406,7 +416,7 @@ class Scoring:
             for tail in tails
         ]
         tokens = [tail.tokens for tail in tails]
-        for step, targets, places in passes(context, tokens, self._neutral, executor.n_past, limit):
+        for step, targets, places in passes(context, tokens, self._neutral, executor.n_past, limit, self._poll):
             go_on(self._poll)
             for row, row_places in zip(executor.score(step, targets, self._poll), places, strict=True):
                 for value, wanted in zip(row, row_places, strict=True):

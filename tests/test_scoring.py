@@ -309,7 +309,7 @@ def test_what_no_context_can_hold_is_refused_at_once(fixtures: Path) -> None:
 
 def test_tokens_to_score_are_bounded():
     """What candidates share is computed once, but every one of its log-probabilities is an answer of each."""
-    tails = [scoring.Tail(str(i), (1,) * 64 + (i,), 65) for i in range(scoring.MAX_CANDIDATES)]
+    tails = [scoring.Tail(str(i), (1,) * 256 + (i,), 257) for i in range(scoring.MAX_CANDIDATES)]
     with pytest.raises(InvalidRequestError, match=str(scoring.MAX_SCORED)) as raised:
         scoring.Scoring(None, scoring.Split([1], tails, 0, None), scoring.Options())
-    assert raised.value.param == "candidates"
+    assert raised.value.field == "candidates"

@@ -9,6 +9,7 @@
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP;
 constexpr int CHUNK = 256;
+constexpr int AT_ONCE = 4;   // positions whose keys a warp asks for together
 constexpr int A_THREAD = 4;  // outputs: rank <= A_THREAD * THREADS
 constexpr int TILE = 8;      // tokens that share what is read of a key matrix
 constexpr int SLICE = 64;    // of its rows at a time
@@ -65,13 +66,16 @@ struct Latent {
     const float *q;         // (T, n_head, d_q): the last d - rank of each head are q_rope
     const uint32_t *mask;   // as in attention_prefill.cu
     const int *past;
-    Cache cache;  // n_head_kv = 1, d = rank + d_rope
+    Cache cache;     // n_head_kv = 1, d = rank + d_rope
+    float *partial;  // (n_head, n_splits, rank + 2): mixed, and what they were made with: largest score, sum of weights
+    int *tickets;    // (n_head), zeros before and after
     int n_tokens, n_head, rank, d_q;
     float scale;
     int unused;
 };
 
-// Grid (n_head, T), THREADS threads; shared: d floats.
+// Grid (n_head, T, n_splits), THREADS threads; shared: d floats. The positions of one token are shared out among n_splits
+// blocks, and the last one puts them together, always in the same order.
 extern "C" __global__ void __launch_bounds__(THREADS) attention_latent(const __grid_constant__ Latent a) {
     extern __shared__ int4 memory[];
     __shared__ float scores[CHUNK], room[WARP];
@@ -84,8 +88,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_latent(const __g
         query[i] = (i < a.rank ? a.absorbed[row * a.rank + i] : a.q[row * a.d_q + a.d_q - d + i]) * (a.scale * LOG2_E);
     const uint32_t *mask = a.mask ? a.mask + token * (int64_t)(1 + (a.n_tokens + 31) / 32) : nullptr;
     float mixed[A_THREAD] = {}, largest = -CUDART_INF_F, sum = 0.0f;
-    for (int start = 0; start < end; start += CHUNK) {
-        int stop = min(end, start + CHUNK);
+    int share = (end + gridDim.z - 1) / gridDim.z, from = blockIdx.z * share, until = min(end, from + share);
+    for (int start = from; start < until; start += CHUNK) {
+        int stop = min(until, start + CHUNK);
         __syncthreads();
         if (mask) {  // chunks of a tree that the token does not see are not read: of a large one that is most of them
             int word = max(start - past, 0) / 32 + threadIdx.x;
@@ -93,14 +98,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_latent(const __g
             if (threadIdx.x <= CHUNK / 32 && 32 * word < stop - past) sees |= mask[1 + word] != 0;
             if (!__syncthreads_or(sees)) continue;
         }
-        for (int p = start + warp; p < stop; p += WARPS) {
-            const half *key = a.cache.key(p, 0);
-            float score = 0.0f;
-            for (int i = lane; i < d; i += WARP) score += query[i] * __half2float(key[i]);
-            score = warp_sum(score) * *a.cache.key_scale(p, 0);
-            int own = p - past;
-            if (mask && !(own < 0 ? mask[0] : mask[1 + own / 32] >> own % 32 & 1)) score = -CUDART_INF_F;
-            if (lane == 0) scores[p - start] = score;
+        for (int first = start + warp * AT_ONCE; first < stop; first += WARPS * AT_ONCE) {
+            const half *keys[AT_ONCE];
+            float score[AT_ONCE] = {};
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) keys[j] = a.cache.key(min(first + j, stop - 1), 0);
+#pragma unroll 2
+            for (int i = lane; i < d; i += WARP) {
+#pragma unroll
+                for (int j = 0; j < AT_ONCE; j++) score[j] += query[i] * __half2float(keys[j][i]);
+            }
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                int p = first + j, own = p - past;
+                score[j] = warp_sum(score[j]);
+                if (p >= stop) continue;
+                score[j] *= *a.cache.key_scale(p, 0);
+                if (mask && !(own < 0 ? mask[0] : mask[1 + own / 32] >> own % 32 & 1)) score[j] = -CUDART_INF_F;
+                if (lane == 0) scores[p - start] = score[j];
+            }
         }
         __syncthreads();
         float score = threadIdx.x < stop - start ? scores[threadIdx.x] : -CUDART_INF_F;
@@ -117,8 +133,44 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_latent(const __g
             int i = threadIdx.x + k * THREADS;
             if (i >= a.rank) break;
             float value = mixed[k] * shrink;
+#pragma unroll 4
             for (int p = start; p < stop; p++) value += scores[p - start] * __half2float(a.cache.key(p, 0)[i]);
             mixed[k] = value;
+        }
+    }
+    int n_splits = gridDim.z, width = a.rank + 2;
+    if (n_splits > 1) {
+        float *partial = a.partial + head * n_splits * width, *own = partial + blockIdx.z * width;
+#pragma unroll
+        for (int k = 0; k < A_THREAD; k++) {
+            int i = threadIdx.x + k * THREADS;
+            if (i < a.rank) own[i] = mixed[k];
+        }
+        if (threadIdx.x == 0) own[a.rank] = largest, own[a.rank + 1] = sum;
+        __shared__ bool is_last;
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            is_last = atomicAdd(a.tickets + head, 1) == n_splits - 1;
+            if (is_last) a.tickets[head] = 0;
+        }
+        __syncthreads();
+        if (!is_last) return;
+        __threadfence();
+        largest = -CUDART_INF_F, sum = 0.0f;
+        for (int s = 0; s < n_splits; s++) largest = fmaxf(largest, __ldcg(partial + s * width + a.rank));
+#pragma unroll
+        for (int k = 0; k < A_THREAD; k++) mixed[k] = 0.0f;
+#pragma unroll 4
+        for (int s = 0; s < n_splits; s++) {
+            const float *other = partial + s * width;
+            float count = exp2f(__ldcg(other + a.rank) - largest);  // 0 of a block without positions
+            sum += __ldcg(other + a.rank + 1) * count;
+#pragma unroll
+            for (int k = 0; k < A_THREAD; k++) {
+                int i = threadIdx.x + k * THREADS;
+                if (i < a.rank) mixed[k] += __ldcg(other + i) * count;
+            }
         }
     }
 #pragma unroll

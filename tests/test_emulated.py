@@ -17,6 +17,7 @@ from reflex_ipc.cuda import executor as cuda
 from reflex_ipc.cuda import experts, families, launch, linear
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.fuse import Group
+from reflex_ipc.cuda.lower import Lowering
 from reflex_ipc.errors import ReflexError
 from reflex_ipc.gguf import GGUF, TYPES
 from reflex_ipc.ops import Route
@@ -129,6 +130,26 @@ def test_activations_beyond_half_precision(opened, name: str) -> None:
     for position in range(62, len(ids)):
         executor.forward(Step.text([ids[position]], position, [0]))
     assert relative_error(executor.logits()[0], reference["logits"][rows.index(len(ids) - 1)]) <= BOUND
+
+
+@pytest.mark.parametrize("n_splits", [2, 5, 64])
+def test_latent_attention_of_one_token_shared_out(opened, monkeypatch: pytest.MonkeyPatch, n_splits: int) -> None:
+    """Blocks with some positions, and without any: 64 of them share at most 48."""
+    executor, _, reference = opened("deepseek3")
+    ids, logits = reference["ids"].tolist(), []
+    for n in (1, n_splits, n_splits):
+        monkeypatch.setattr(Lowering, "n_splits", lambda self, n_tokens, n=n: n)
+        executor.reset()
+        executor.reserve(len(ids))
+        executor.forward(Step.text(ids[:40], 0, [39]))
+        rows = []
+        for at in range(40, 48):
+            executor.forward(Step.text(ids[at : at + 1], at, [0]))
+            rows.append(executor.logits())
+        logits.append(np.concatenate(rows))
+    assert relative_error(logits[1], reference["logits"][40:]) <= BOUND
+    assert 0 < relative_error(logits[1], logits[0]) < 1e-5
+    assert logits[1].tobytes() == logits[2].tobytes()
 
 
 def test_logits_of_27_blocks(opened) -> None:

@@ -36,7 +36,7 @@ _ROUTE = Struct("<3Q7if")
 _STEP = Struct("<4Q2i")
 _DELTA = Struct("<10Q7if")
 _DELTA_TOKEN = Struct("<9Q5i3f")
-_LATENT = Struct("<5QQqiiiI4ifI")
+_LATENT = Struct("<5QQqiiiI2Q4ifI")
 _ABSORB = Struct("<3Q6i")
 
 
@@ -358,6 +358,8 @@ def latent_attention(low: "Lowering", op: ops.LatentAttention, shape: "Shape") -
         op.latent.width,
         0,
         0,
+        p.partial,
+        p.tickets,
         n,
         n_head,
         rank,
@@ -365,7 +367,7 @@ def latent_attention(low: "Lowering", op: ops.LatentAttention, shape: "Shape") -
         op.scale,
         0,
     )
-    yield low.launch("attention_latent", (n_head, n, 1), 256, [arguments], 4 * op.latent.width)
+    yield low.launch("attention_latent", (n_head, n, max(1, shape.n_splits)), 256, [arguments], 4 * op.latent.width)
     entry = Input(mixed, n, rank, n_head * rank)
     values = low.plan.weights[op.weights[-1]]
     weight = low.weight(values.name) + (0 if len(op.weights) == 2 else d_nope * values.row_bytes)

@@ -118,14 +118,17 @@ class Lowering:
     def _attentions(self) -> "list[ops.Attention]":
         return [op for op in self.plan.ops if isinstance(op, ops.Attention)]
 
+    def _latents(self) -> "list[ops.LatentAttention]":
+        return [op for op in self.plan.ops if isinstance(op, ops.LatentAttention)]
+
     def _least_blocks(self) -> int:
-        return max((op.n_head_kv * _decode_shape(op)[2] for op in self._attentions()), default=1)
+        heads = [op.n_head_kv * _decode_shape(op)[2] for op in self._attentions()]
+        return max(heads + [op.n_head for op in self._latents()], default=1)
 
     def partial_bytes(self) -> int:
         """Room for what the blocks of decoding's attention leave each other."""
-        return max(
-            (4 * op.n_head * MAX_SPLITS * (op.v.width // op.n_head_kv + 2) for op in self._attentions()), default=0
-        )
+        widths = [op.n_head * (op.v.width // op.n_head_kv + 2) for op in self._attentions()]
+        return 4 * MAX_SPLITS * max(widths + [op.n_head * (op.rank + 2) for op in self._latents()], default=0)
 
     def ticket_bytes(self) -> int:
         """Room for the counters of decoding's attention, which must be zero."""

@@ -12,6 +12,7 @@ from gguf_bytes import read_plainly
 from reflex_ipc import archs, scoring
 from reflex_ipc.check import check_ops
 from reflex_ipc.cuda.executor import CudaExecutor
+from reflex_ipc.cuda.lower import Lowering
 from reflex_ipc.cuda.places import PAGE
 from reflex_ipc.engine import Engine
 from reflex_ipc.errors import OutOfMemoryError, ReflexError
@@ -248,6 +249,21 @@ def test_scores_are_the_references(fixtures: Path, name: str) -> None:
             )
             assert np.sqrt(np.square(errors).mean()) <= np.sqrt(2) * deviation
             assert np.abs(errors).max() <= 4 * deviation
+
+
+@pytest.mark.parametrize("name", ["deepseek3", "deepseek2-lite"])
+def test_latent_attention_of_one_token_shared_out(fixtures: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Behind 600 positions, in chunks of 256: as one block has it, but for the rounding of sums, and the same bits
+    twice. With 64 blocks some have no positions, and leave nothing in the counters."""
+    with Model(fixtures, name) as model:
+        ids, found = [*model.ids, *np.random.default_rng(5).integers(3, 500, 560).tolist()], []
+        for n_splits in (1, 7, 64, 7):
+            monkeypatch.setattr(Lowering, "n_splits", lambda self, n_tokens, n=n_splits: n)
+            found.append(model.logits(ids[:604], rows=[0], sizes=[600, 1, 1, 1, 1])[1:])
+        one, seven, most, again = (logits.astype(np.float64) for logits in found)
+        for other in (seven, most):
+            assert np.linalg.norm(other - one) <= 1e-3 * np.linalg.norm(one)
+        assert seven.tobytes() == again.tobytes()
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-w256-Q4_K_M", "qwen35", "deepseek3"])

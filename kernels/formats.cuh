@@ -6,19 +6,23 @@
 #include "matmul.cuh"
 #include "matvec.cuh"
 
-// Of types that no model has experts in.
-#define REFLEX_DENSE_FORMAT(NAME, FORMAT)      \
+// Of types that few models have, and none as a whole: 2 to 16 rows at once are one width.
+#define REFLEX_RARE_DENSE_FORMAT(NAME, FORMAT)  \
   REFLEX_MATVEC(matvec_##NAME, FORMAT, FORMAT) \
-  REFLEX_MATMUL(mma_##NAME##_8, FORMAT, 8)     \
   REFLEX_MATMUL(mma_##NAME##_16, FORMAT, 16)   \
   REFLEX_WIDEN(widen_##NAME, FORMAT)
 
-#define REFLEX_FORMAT(NAME, FORMAT) \
-  REFLEX_DENSE_FORMAT(NAME, FORMAT) \
+// DENSE: no model has experts in them.
+#define REFLEX_RARE_FORMAT(NAME, FORMAT) \
+  REFLEX_RARE_DENSE_FORMAT(NAME, FORMAT) \
   REFLEX_GROUPED(grouped_##NAME, FORMAT)
 
-// Of the types that most models are made of.
-#define REFLEX_FEW_WIDTHS(NAME, FORMAT)  \
-  REFLEX_FEW(few_##NAME##_32, FORMAT, 32) \
-  REFLEX_FEW(few_##NAME##_40, FORMAT, 40) \
+#define REFLEX_FORMAT(NAME, FORMAT)          \
+  REFLEX_RARE_FORMAT(NAME, FORMAT)           \
+  REFLEX_MATMUL(mma_##NAME##_8, FORMAT, 8)   \
   REFLEX_FEW(few_##NAME##_64, FORMAT, 64)
+
+// Of the types that most models are made of.
+#define REFLEX_FEW_WIDTHS(NAME, FORMAT)   \
+  REFLEX_FEW(few_##NAME##_32, FORMAT, 32) \
+  REFLEX_FEW(few_##NAME##_40, FORMAT, 40)

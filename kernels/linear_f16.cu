@@ -2,4 +2,4 @@
 #include "formats.cuh"
 
 REFLEX_FORMAT(f16, F16)
-REFLEX_FEW_WIDTHS(f16, F16)
+REFLEX_FEW(few_f16_40, F16, 40)

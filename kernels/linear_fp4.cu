@@ -2,4 +2,4 @@
 #include "formats.cuh"
 
 REFLEX_FORMAT(mxfp4, MXFP4)
-REFLEX_FORMAT(nvfp4, NVFP4)
+REFLEX_RARE_FORMAT(nvfp4, NVFP4)

@@ -1,5 +1,5 @@
 // Matrix products with IQ1_S and IQ1_M weights.
 #include "formats.cuh"
 
-REFLEX_FORMAT(iq1_s, IQ1_S)
-REFLEX_FORMAT(iq1_m, IQ1_M)
+REFLEX_RARE_FORMAT(iq1_s, IQ1_S)
+REFLEX_RARE_FORMAT(iq1_m, IQ1_M)

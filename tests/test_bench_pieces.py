@@ -204,7 +204,7 @@ NOT_NEEDED = {  # to put results together; a page may need some
     "arrivals_late_ms", "disagreements", "trace", "batch_s", "joules", "counter_interval_s", "idle_before_w",
     "idle_after_w", "gross_j", "gross_error_j", "net_j", "net_error_j",
 }  # fmt: skip
-OPTIONAL = [("rows", 0, "bytes"), *(("not_run", 0, name) for name in ("reason", "of", "asked", "done"))]
+OPTIONAL = [("pieces",), ("rows", 0, "bytes"), *(("not_run", 0, name) for name in ("reason", "of", "asked", "done"))]
 
 
 def fields(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

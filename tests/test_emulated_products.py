@@ -142,7 +142,8 @@ SHAPES = {  # type, rows of x, rows and columns of W, limits; parts of the colum
     "two blocks of rows, for want of shared memory": ("Q6_K", 40, 70, 768, Limits(4, 70 << 10)),
     "a last stage that is not full": ("Q8_0", 24, 33, 1056, LIMITS),
     "rows that begin anywhere": ("F16", 23, 33, 510, LIMITS),
-    "bytes that begin anywhere": ("Q5_0", 17, 70, 992, LIMITS),
+    "bytes that begin anywhere": ("MXFP4", 17, 70, 992, LIMITS),
+    "runs of a scale each": ("Q3_K", 50, 70, 768, LIMITS),
     "two slices a stage": ("BF16", 20, 50, 768, LIMITS),
     **{f"{width} rows at once": ("Q4_K", width, 20, 512, LIMITS) for width in (32, 40, 64)},
 }

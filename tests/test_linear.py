@@ -24,12 +24,13 @@ def defined():
         text = path.read_text()
         names.update(re.findall(r'extern "C" __global__ void __launch_bounds__\([^()]*\)\s+(\w+)\(', text))
         names.update(re.findall(r"REFLEX_MATVEC\((\w+),", text))
-        names.update(f"grouped_{kind}" for kind in re.findall(r"REFLEX_FORMAT\((\w+),", text))
-        for kind in re.findall(r"REFLEX_(?:DENSE_)?FORMAT\((\w+),", text):
-            widths = [width for width in formats.WIDTHS if width <= formats.ALONE]
-            names.update([f"matvec_{kind}", f"widen_{kind}", *(f"mma_{kind}_{width}" for width in widths)])
+        for rare, dense, kind in re.findall(r"REFLEX_(RARE_)?(DENSE_)?FORMAT\((\w+),", text):
+            names.update([f"matvec_{kind}", f"widen_{kind}", f"mma_{kind}_16"])
+            names.update([] if dense else [f"grouped_{kind}"])
+            names.update([] if rare else [f"mma_{kind}_8", f"few_{kind}_64"])
         for kind in re.findall(r"REFLEX_FEW_WIDTHS\((\w+),", text):
-            names.update(f"few_{kind}_{width}" for width in formats.WIDTHS if width > formats.ALONE)
+            names.update([f"few_{kind}_32", f"few_{kind}_40"])
+        names.update(re.findall(r"REFLEX_FEW\((few_\w+_40),", text))
     return names
 
 

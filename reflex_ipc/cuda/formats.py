@@ -99,7 +99,17 @@ WIDTHS = (8, 16, 32, 40, 64)
 ALONE = 16
 """Widths up to this one are of `matmul.cuh`, where each warp reads x itself; wider ones are of `few.cuh`."""
 COMMON = ("F16", "BF16", "Q4_0", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
-"""What most models are made of: `few.cuh` is compiled for these types."""
+"""What most models are made of."""
+RARE = ("NVFP4", "Q1_0", "Q2_0", "TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
+"""What few models have, and none is made of."""
 WHOLE = ("Q4_K", "Q5_K", "Q6_K")
 """What `kernels/whole.cuh` multiplies as whole numbers: on sm_90a x comes in an order of its own, and four warps
 multiply together."""
+
+
+def widths(kind: str) -> tuple[int, ...]:
+    """Those of WIDTHS that kernels are compiled for: what fits a package. Floats wait for their bytes, at 32 rows as at
+    40."""
+    if kind in COMMON:
+        return tuple(width for width in WIDTHS if width != 32 or kind not in FLOATS)
+    return (ALONE,) if kind in RARE else (*WIDTHS[:2], WIDTHS[-1])

@@ -8,7 +8,7 @@ Here is what a short prompt needs; `few`, `gemm` and `experts` are imported by w
 from collections.abc import Iterator, Sequence
 from struct import Struct
 
-from reflex_ipc.cuda.formats import ALONE, COMMON, FLOATS, FORMATS, PAIRS, WIDTHS
+from reflex_ipc.cuda.formats import ALONE, FLOATS, FORMATS, PAIRS, RARE, WIDTHS, widths
 from reflex_ipc.cuda.memory import aligned
 from reflex_ipc.cuda.products import (
     GEMM,
@@ -45,9 +45,9 @@ _MATMUL = Struct("<2Q6i")
 
 
 def most_unwidened(matrices: Sequence[Matrix]) -> int:
-    """Up to so many rows these weights are dequantised on the way; above, into scratch. Types without kernels of their
-    own for that (`few.cuh`) are read once for every `ALONE` rows."""
-    return FEW if all(m.type in (*COMMON, "F32") for m in matrices) else FEW // 2
+    """Up to so many rows these weights are dequantised on the way; above, into scratch. Rare types, which are read once
+    for every `ALONE` rows, go there earlier."""
+    return FEW // 2 if any(m.type in RARE for m in matrices) else FEW
 
 
 def fusible(types: Sequence[str]) -> bool:
@@ -231,7 +231,7 @@ def _lanes(tiles: Sequence[tuple[int, int]], n_pieces: int, least: int, capacity
 def _matmul(limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: int, swiglu: bool) -> list[Call]:
     kinds = list(dict.fromkeys(m.type for m in matrices))
     if x.n <= ALONE:
-        width = next(w for w in WIDTHS if w >= x.n)
+        width = next(w for w in WIDTHS if w >= x.n and all(w in widths(kind) for kind in kinds))
     else:
         from reflex_ipc.cuda.few import few, few_width
 

@@ -12,6 +12,7 @@
     REFLEX_FEW(FEW_32, FORMAT, 32)                \
     REFLEX_FEW(FEW_40, FORMAT, 40)                \
     REFLEX_FEW(FEW_64, FORMAT, 64)
+#define FEW_NAME(FEW_64, FORMAT) REFLEX_FEW(FEW_64, FORMAT, 64)
 
 NAMES(kernel_mma_f16_8, kernel_mma_f16_16, kernel_widen_f16, kernel_grouped_f16, F16)
 NAMES(kernel_mma_bf16_8, kernel_mma_bf16_16, kernel_widen_bf16, kernel_grouped_bf16, BF16)
@@ -24,10 +25,14 @@ NAMES(kernel_mma_q8_0_8, kernel_mma_q8_0_16, kernel_widen_q8_0, kernel_grouped_q
 NAMES(kernel_mma_mxfp4_8, kernel_mma_mxfp4_16, kernel_widen_mxfp4, kernel_grouped_mxfp4, MXFP4)
 NAMES(kernel_mma_iq3_s_8, kernel_mma_iq3_s_16, kernel_widen_iq3_s, kernel_grouped_iq3_s, IQ3_S)
 
-FEW_NAMES(kernel_few_f16_32, kernel_few_f16_40, kernel_few_f16_64, F16)
-FEW_NAMES(kernel_few_bf16_32, kernel_few_bf16_40, kernel_few_bf16_64, BF16)
+FEW_NAME(kernel_few_f16_64, F16)
+REFLEX_FEW(kernel_few_f16_40, F16, 40)
+FEW_NAME(kernel_few_bf16_64, BF16)
+REFLEX_FEW(kernel_few_bf16_40, BF16, 40)
 FEW_NAMES(kernel_few_q4_k_32, kernel_few_q4_k_40, kernel_few_q4_k_64, Q4_K)
 FEW_NAMES(kernel_few_q5_k_32, kernel_few_q5_k_40, kernel_few_q5_k_64, Q5_K)
 FEW_NAMES(kernel_few_q6_k_32, kernel_few_q6_k_40, kernel_few_q6_k_64, Q6_K)
 FEW_NAMES(kernel_few_q5_0_32, kernel_few_q5_0_40, kernel_few_q5_0_64, Q5_0)
 FEW_NAMES(kernel_few_q8_0_32, kernel_few_q8_0_40, kernel_few_q8_0_64, Q8_0)
+FEW_NAME(kernel_few_q3_k_64, Q3_K)
+FEW_NAME(kernel_few_mxfp4_64, MXFP4)

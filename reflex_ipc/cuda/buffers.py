@@ -81,6 +81,7 @@ class Buffers:
         self._device = device
         self._stream = stream
         self._plan = plan
+        self._branch_bytes = -1  # of a token of a tree, once one asked
         self._layout = layout
         self._lowering = lowering
         self._forget = forget
@@ -170,7 +171,7 @@ class Buffers:
         """Room for the ancestors and the states of a tree of so many tokens."""
         p = self.places
         self._tree = self._room(self._tree, ancestor_bytes(n_tokens, p.token_capacity), "a tree's ancestors")
-        self._branches = self._room(self._branches, families.branch_bytes(self._plan, n_tokens), "a tree's states")
+        self._branches = self._room(self._branches, self._branch(n_tokens), "a tree's states")
         p.parents, p.branches = self._tree.address, self._branches.address
 
     def hold_scores(self, size: int) -> int:
@@ -180,15 +181,23 @@ class Buffers:
 
     def step_limit(self, n_past: int, n_tokens: int) -> int:
         """How many of `n_tokens` one step behind `n_past` others may have, by the memory there is."""
-        n_tokens = min(n_tokens, largest_step(self._lowering), self._positions - n_past)
-        has_branches = families.branch_bytes(self._plan, 1) > 0
-        if n_tokens <= (LEAST_TOKENS if has_branches else self.places.token_capacity):
+        n_tokens = min(n_tokens, self._positions - n_past)
+        if n_tokens <= LEAST_TOKENS:  # most decisions: nothing is looked up for them
+            return n_tokens
+        n_tokens = min(n_tokens, largest_step(self._lowering))
+        if n_tokens <= self.places.token_capacity and not self._branch(1):
             return n_tokens
         free, _ = self._device.memory()
         held = (self._values, self._inputs, self._tree, self._branches)
         free += sum(memory.size for memory in held if memory is not None)  # given back when more is asked for
         limit = step_limit(self._lowering, n_past, self._backed, n_tokens, free // 8 * 7)
         return max(LEAST_TOKENS, limit)
+
+    def _branch(self, n_tokens: int) -> int:
+        """Bytes of the states of a tree of so many tokens."""
+        if self._branch_bytes < 0:
+            self._branch_bytes = families.branch_bytes(self._plan, 1)
+        return self._branch_bytes * n_tokens
 
     def _room(self, memory: "Memory | None", size: int, what: str) -> "Memory":
         """Memory of at least this size: the one there is, or another, which makes launches that know it worthless."""

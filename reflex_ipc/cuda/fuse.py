@@ -4,6 +4,7 @@ A group is a fused op that carries its parts: the reference runs the parts, the 
 has its oracle, and architectures never mention it. `alone` is the plan as it is, one group an op.
 """
 
+from reflex_ipc.cuda.products import MAX_MATRICES
 from reflex_ipc.ops import (
     Add,
     Attention,
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
     from reflex_ipc.ops import Op, Value
     from reflex_ipc.plan import Plan
-
-MAX_LINEARS = 4  # products one launch takes
 
 
 class Group:
@@ -204,7 +203,7 @@ class _Fusion:
         """A norm whose readers are all products goes into them."""
         readers = self.readers[op.out.name]
         linears = [reader for reader in readers if isinstance(reader, Linear)]
-        if not readers or len(linears) != len(readers) or len(linears) > MAX_LINEARS or op.out == self.plan.logits:
+        if not readers or len(linears) != len(readers) or len(linears) > MAX_MATRICES or op.out == self.plan.logits:
             return
         self.products([op], linears)
 
@@ -220,7 +219,7 @@ class _Fusion:
             r for r in self.readers[op.x.name] if isinstance(r, Linear) and r.out.name not in self.taken and r is not op
         ]
         others = [r for r in others if not isinstance(self.only_reader(r), Add)]
-        self.products([], [op, *others][:MAX_LINEARS])
+        self.products([], [op, *others][:MAX_MATRICES])
 
     def products(self, norm: "list[RmsNorm]", linears: "list[Linear]") -> None:
         # A product can move to the front, x being there already; the place is that of the first.

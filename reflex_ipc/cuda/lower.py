@@ -105,6 +105,7 @@ class Lowering:
         self.limits = Limits(self.multiprocessors, device.attribute(device.SHARED_PER_BLOCK))
         self.is_dependent = self.is_passing = False
         self._last: dict[str, Launch] = {}
+        self._blocks = 0
         self.can_depend = device.capability >= (9, 0) and not kernels.is_ptx
 
     # Sizes
@@ -122,8 +123,10 @@ class Lowering:
         return [op for op in self.plan.ops if isinstance(op, ops.LatentAttention)]
 
     def _least_blocks(self) -> int:
-        heads = [op.n_head_kv * _decode_shape(op)[2] for op in self._attentions()]
-        return max(heads + [op.n_head for op in self._latents()], default=1)
+        if not self._blocks:  # every token of decoding asks
+            heads = [op.n_head_kv * _decode_shape(op)[2] for op in self._attentions()]
+            self._blocks = max(heads + [op.n_head for op in self._latents()], default=1)
+        return self._blocks
 
     def partial_bytes(self) -> int:
         """Room for what the blocks of decoding's attention leave each other."""

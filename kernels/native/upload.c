@@ -204,12 +204,17 @@ EXPORT void reflex_upload_events(struct upload *u) {
     void **events = calloc(u->groups + 1, sizeof *events);
     if (!events) return fail(u, READ_ERROR, ENOMEM, NULL, "preparing the upload");
     for (unsigned g = 0; g <= u->groups && !code; g++) code = u->cu.event_create(&events[g], no_timing);
+    if (code) { /* not shown to the readers, who would record the ones that are missing */
+        for (unsigned g = 0; g <= u->groups && events[g]; g++) u->cu.event_destroy(events[g]);
+        free(events);
+        return fail(u, DRIVER_ERROR, code, NULL, "creating the upload's events");
+    }
     pthread_mutex_lock(&u->lock);
     u->events = events;
     for (unsigned g = 0; g < u->groups && !code && u->joined; g++)
         if (!u->remaining[g]) code = record_group(u, g); /* there already, or without tensors */
     pthread_mutex_unlock(&u->lock);
-    if (code) fail(u, DRIVER_ERROR, code, NULL, "creating the upload's events");
+    if (code) fail(u, DRIVER_ERROR, code, NULL, "recording a layer's event");
 }
 
 /* Wait with the lock held until something changes; 0 after `deadline`. */

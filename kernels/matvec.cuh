@@ -12,7 +12,7 @@
 // is waited for: the upload of W must be complete when the predecessor starts. Copies read up to 15 bytes around a row.
 #pragma once
 
-#include "copy.cuh"
+#include "ring.cuh"
 #include "product.cuh"
 
 namespace reflex {

@@ -62,10 +62,13 @@ def run(tmp_path_factory):
         yield run
 
 
-@pytest.fixture(scope="module", params=["four warps together", "a warp alone"])
+@pytest.fixture(scope="module", params=["four warps together", "and copies arrive at once", "a warp alone"])
 def run_few(tmp_path_factory, request):
-    with emulated(tmp_path_factory.mktemp("emulated"), "four" in request.param) as run:
-        yield run
+    with pytest.MonkeyPatch.context() as patch:
+        if "at once" in request.param:
+            patch.setenv("EMULATED_EARLY", "1")
+        with emulated(tmp_path_factory.mktemp("emulated"), "alone" not in request.param) as run:
+            yield run
 
 
 def weight(name, n_out, n_in, rng):

@@ -36,24 +36,76 @@ inline void wait_copies() {
         for (const Copied &copied : own.groups.front()) memcpy(emulated_shared + copied.to, copied.from, 16);
 }
 inline void publish_copies() {}
-#ifdef EMULATED_GROUPS  // by one thread, which sees that it is there
-struct Feed {
-    Feed(uint32_t, uint32_t) {}
-    void fill(uint32_t, uint32_t to, const void *from, int bytes) const {
-        if (threadIdx.x == 0) memcpy(emulated_shared + to, from, bytes);
-    }
-    void commit() const {}
-    void wait(uint32_t, uint32_t) const {}
-};
+
+// --- barriers that count bytes, where four warps multiply together ---------------------------------------------------
+// What the copy engine brings arrives when the first thread waits for it, or at once where EMULATED_EARLY is set: as late
+// and as early as a device may have it. What a device would hang at, or not take, ends the process.
+
+#ifdef EMULATED_GROUPS
+constexpr bool has_copy_engine = true;
 #else
-struct Feed {
-    Feed(uint32_t, uint32_t) {}
-    void fill(uint32_t, uint32_t to, const void *from, int bytes) const {
-        for (int at = 16 * threadIdx.x; at < bytes; at += 16 * blockDim.x) copy16(to + at, (const char *)from + at, true);
-    }
-    void commit() const { commit_copies(); }
-    void wait(uint32_t, uint32_t) const {}
-};
+constexpr bool has_copy_engine = false;
 #endif
+
+struct Brought { uint32_t to; const void *from; uint32_t bytes; };
+struct Barrier {
+    int block = -1;
+    bool is_armed = false;
+    uint32_t phase = 0, expected = 0, asked = 0;
+    std::vector<Brought> copies;
+};
+inline Barrier &barrier_at(uint32_t at) {
+    static std::map<uint32_t, Barrier> all;
+    if (at % 8) refuse("a barrier's address is no multiple of 8");
+    return all[at];
+}
+inline Barrier &begun(uint32_t at) {
+    Barrier &barrier = barrier_at(at);
+    if (barrier.block != emulated_block) refuse("a barrier that was not begun");
+    return barrier;
+}
+inline void begin_barriers(uint32_t barriers, uint32_t n) {
+    for (uint32_t i = 0; i < n; i++) barrier_at(barriers + 8 * i) = {emulated_block};
+}
+inline void expect_bytes(uint32_t at, uint32_t n) {
+    Barrier &barrier = begun(at);
+    if (barrier.is_armed) refuse("more bytes are expected while the barrier waits for others");
+    barrier.is_armed = true;
+    barrier.expected = n;
+}
+inline void land(const Brought &copy) { memcpy(emulated_shared + copy.to, copy.from, copy.bytes); }
+inline void copy_bulk(uint32_t to, const void *from, uint32_t bytes, uint32_t at) {
+    if (to % 16 || (uintptr_t)from % 16 || bytes % 16 || !bytes) refuse("a copy that is not of whole 16 bytes");
+    Barrier &barrier = begun(at);
+    barrier.asked += bytes;
+    if (getenv("EMULATED_EARLY")) {
+        land({to, from, bytes});
+    } else {
+        barrier.copies.push_back({to, from, bytes});
+    }
+}
+inline void wait_barrier(uint32_t at, uint32_t phase) {
+    for (int turns = 0;; turns++) {
+        Barrier &barrier = begun(at);
+        if (barrier.phase != phase) return;
+        if (barrier.is_armed && barrier.asked == barrier.expected) {
+            for (const Brought &copy : barrier.copies) land(copy);
+            barrier.copies.clear();
+            barrier.is_armed = false;
+            barrier.asked = 0;
+            barrier.phase ^= 1;
+            return;
+        }
+        if (turns == 10000) refuse("nobody fills what a barrier waits for");
+        let_others_run();
+    }
+}
+inline uint32_t count_up(uint32_t count) { return (*(uint32_t *)(emulated_shared + count))++; }
+inline void count_anew(uint32_t count) { *(uint32_t *)(emulated_shared + count) = 0; }
+inline uint32_t sum_of_warp(uint32_t n) {
+    uint32_t sum = 0;
+    for (int lane = 0; lane < 32; lane++) sum += exchange(n, lane);
+    return sum;
+}
 
 }  // namespace reflex

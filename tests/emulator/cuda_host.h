@@ -6,6 +6,7 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include <algorithm>
@@ -54,6 +55,8 @@ extern int emulated_block;  // a number of its own for every block that runs
 void __syncthreads();
 int __syncthreads_or(int predicate);
 void __syncwarp(unsigned = ~0u);
+void let_others_run();  // until this thread's turn comes again
+[[noreturn]] void refuse(const char *why);
 void *warp_slots();  // 32 places of 32 bytes of the running fiber's warp
 template <class T>
 T exchange(T x, int lane) {

@@ -116,6 +116,11 @@ void __syncwarp(unsigned) {
     release_warp(w);
     while (w.generation == generation) yield();
 }
+void let_others_run() { yield(); }
+void refuse(const char *why) {
+    fprintf(stderr, "the emulated device: %s\n", why);
+    abort();
+}
 void *warp_slots() { return warps[running / 32].slots; }
 
 // --- the driver -------------------------------------------------------------------------------------------------------

@@ -62,14 +62,15 @@ __device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t phase) {
       "r"(phase)
       : "memory");
 }
-// One more at a count in shared memory; how many there were. What a thread did before, the ones that count later see.
-__device__ __forceinline__ uint32_t count_up(uint32_t count) {
+// One more at a count in shared memory, which goes from 0 to `last` and then is 0 again; what it was. This orders no
+// writes: it is for threads that have only read.
+__device__ __forceinline__ uint32_t count_up(uint32_t count, uint32_t last) {
   uint32_t before;
-  asm volatile("atom.acq_rel.cta.shared.add.u32 %0, [%1], 1;" : "=r"(before) : "r"(count) : "memory");
+  asm volatile("atom.relaxed.cta.shared.inc.u32 %0, [%1], %2;" : "=r"(before) : "r"(count), "r"(last) : "memory");
   return before;
 }
-__device__ __forceinline__ void count_anew(uint32_t count) {
-  asm volatile("st.shared.u32 [%0], 0;" ::"r"(count) : "memory");
+__device__ __forceinline__ void begin_counts(uint32_t counts, uint32_t n) {
+  for (uint32_t i = 0; i < n; ++i) asm volatile("st.shared.u32 [%0], 0;" ::"r"(counts + 4 * i) : "memory");
 }
 __device__ __forceinline__ uint32_t sum_of_warp(uint32_t n) { return __reduce_add_sync(0xffffffffu, n); }
 #else
@@ -79,8 +80,8 @@ __device__ void begin_barriers(uint32_t barriers, uint32_t n);
 __device__ void expect_bytes(uint32_t barrier, uint32_t n);
 __device__ void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier);
 __device__ void wait_barrier(uint32_t barrier, uint32_t phase);
-__device__ uint32_t count_up(uint32_t count);
-__device__ void count_anew(uint32_t count);
+__device__ uint32_t count_up(uint32_t count, uint32_t last);
+__device__ void begin_counts(uint32_t counts, uint32_t n);
 __device__ uint32_t sum_of_warp(uint32_t n);
 #endif
 

@@ -128,10 +128,11 @@ struct Sums {
   }
 };
 
-// A stage of k-quants, by four warps together. `x`: shared address of the stage's units.
-template <class Format, int N>
+// A stage of k-quants, by four warps together. `x`: shared address of the stage's units. `meanwhile` is called when W's
+// numbers are all in registers and the last of them are being multiplied.
+template <class Format, int N, class Meanwhile>
 __device__ __forceinline__ void multiply_together(const Whole<Format>& a0, const Whole<Format>& a1, uint32_t x,
-                                                  Sums<N>& sums) {
+                                                  Sums<N>& sums, Meanwhile meanwhile) {
   const uint64_t units = group_operand(x, 16 * N);
   float c[N / 8][4];
   uint32_t a[2][4][4];
@@ -171,6 +172,7 @@ __device__ __forceinline__ void multiply_together(const Whole<Format>& a0, const
     for (int w = 0; w < 4; ++w) group_multiply(c, now[w], units + (4 * r + w) * 2 * N, r + w == 0);
     group_commit();
   }
+  meanwhile();
   group_wait<0>();
 #pragma unroll
   for (int i = 0; i < 32; ++i) group_keep(a[i / 16][i / 4 % 4][i % 4]);
@@ -181,16 +183,15 @@ __device__ __forceinline__ void multiply_together(const Whole<Format>& a0, const
 // Units of x in shared memory as one lane reads them: its first ones are at `unit` of the stage.
 template <int N>
 struct Units {
-  const uint8_t* x;
+  uint32_t x;
   int unit, turned;
 
   // `in_page`: of the stage's first unit.
-  __device__ __forceinline__ Units(const uint8_t* x, int unit, int in_page)
+  __device__ __forceinline__ Units(uint32_t x, int unit, int in_page)
       : x(x), unit(unit), turned((int)(threadIdx.x % 32 / 4) ^ turn(unit + in_page)) {}
   // Of 8 columns, `step` units after the first ones, and rows 8 n .. 8 n + 7 of x those that this lane multiplies.
   __device__ __forceinline__ uint4 at(int step, int n) const {
-    const uint8_t* from = x + 16 * ((unit + step) * N + (turned ^ turn(step)));
-    return *reinterpret_cast<const uint4*>(from + 128 * n);
+    return words4_at(SharedBytes{x + 16 * ((unit + step) * N + (turned ^ turn(step))) + 128 * n});
   }
 };
 
@@ -201,12 +202,12 @@ __device__ __forceinline__ void multiply_whole(const Whole<Format>& a0, const Wh
   using S = Stage<Format, N>;
   const int lane = threadIdx.x % 32;
   if constexpr (Whole<Format>::has_minima) {
-    const uint8_t* x = units.x + S::columns / 8 * N * 16 + 16 * (lane / 4) + 4 * (lane % 4);
+    const uint32_t x = units.x + S::columns / 8 * N * 16 + 16 * (lane / 4) + 4 * (lane % 4);
 #pragma unroll
     for (int n = 0; n < N / 8; ++n) {
       float d[4] = {};
-      mma8(d, a0.minima, a1.minima, *reinterpret_cast<const uint32_t*>(x + 128 * n));
-      mma8(d, a0.minima, a1.minima, *reinterpret_cast<const uint32_t*>(x + 128 * n + 16 * N));
+      mma8(d, a0.minima, a1.minima, word_at(SharedBytes{x + 128 * n}));
+      mma8(d, a0.minima, a1.minima, word_at(SharedBytes{x + 128 * n + 16 * N}));
       sums.add(n, d, -page_sum * a0.least, -page_sum * a1.least);
     }
   }
@@ -284,22 +285,21 @@ __device__ __forceinline__ void multiply_pieces(const typename Operand<Format>::
 }
 
 // A stage: `x` and this lane's two rows of W in shared memory, `in_page` the first unit of x in its page, `left` the
-// columns from here to a row's end. `aligned`: rows are whole 16-byte words.
-template <class Format, int N>
+// columns from here to a row's end. `aligned`: rows are whole 16-byte words. `is_read` is called when the warp has read W.
+template <class Format, int N, class IsRead>
 __device__ __forceinline__ void multiply_stage(uint32_t x, SharedBytes w0, SharedBytes w1, int in_page, int left,
-                                               bool aligned, Sums<N>& sums) {
+                                               bool aligned, Sums<N>& sums, IsRead is_read) {
   using W = Operand<Format>;
   using S = Stage<Format, N>;
-  extern __shared__ __align__(16) uint8_t shared[];
-  const uint8_t* x_bytes = shared + (x - shared_address(shared));
   const int t = threadIdx.x % 4;
   if constexpr (Whole<Format>::exists) {
     static_assert(S::slices == 1 && page_columns == S::columns);
     const Whole<Format> a0(w0, t), a1(w1, t);
     if constexpr (has_groups) {
-      multiply_together<Format, N>(a0, a1, x, sums);
+      multiply_together<Format, N>(a0, a1, x, sums, is_read);
     } else {
-      multiply_whole<Format, N>(a0, a1, Units<N>(x_bytes, S::base(t), 0), sums);
+      is_read();
+      multiply_whole<Format, N>(a0, a1, Units<N>(x, S::base(t), 0), sums);
     }
   } else {
 #pragma unroll 1
@@ -314,8 +314,9 @@ __device__ __forceinline__ void multiply_stage(uint32_t x, SharedBytes w0, Share
       typename W::Parts a0, a1;
       W::unpack(raw0, within, a0);
       W::unpack(raw1, within, a1);
-      multiply_pieces<Format, N>(a0, a1, Units<N>(x_bytes, S::base(piece), in_page), sums);
+      multiply_pieces<Format, N>(a0, a1, Units<N>(x, S::base(piece), in_page), sums);
     }
+    is_read();
   }
 }
 
@@ -353,33 +354,33 @@ __device__ __forceinline__ bool add_parts(const FewArgs& args, float* mine, int*
   return true;
 }
 
-// The result, from a warp's sums in shared memory.
+// The result, from a warp's sums in shared memory, four rows of W a lane: what memory has to say to them is asked for
+// together.
 template <int N, int stride>
 __device__ __forceinline__ void write_out(const FewArgs& args, const Tile& tile, const float* sums) {
-  const Matrix &gate = tile.gate(), &other = tile.up();
-  const int yield = tile.yield(), first = tile.first(), last = tile.last();
-  constexpr int at_once = 2;  // what memory has to say to several results is asked for together
+  const Matrix &gate = tile.gate(), &up = tile.up();
+  constexpr int fours = 4;
+  const int across = tile.yield() / fours;  // lanes for a row of x
 #pragma unroll 1
-  for (int i = threadIdx.x % 32; i < N * yield; i += 32 * at_once) {
-    float v[at_once], w[at_once] = {}, residual[at_once] = {};
-    bool there[at_once];
+  for (int i = threadIdx.x % 32; i < N * across; i += 32) {
+    const int m = blockIdx.y * N + i / across, r = i % across * fours, row = tile.first() + r;
+    if (m >= args.m) break;
+    const float* from = sums + i / across * stride + r;
+    const size_t to = (size_t)m * gate.out_stride + row;
+    const float scale = __ldg(args.x_scale + m);
+    float v[fours], w[fours], residual[fours];
 #pragma unroll
-    for (int k = 0; k < at_once; ++k) {
-      const int j = i + 32 * k, m = blockIdx.y * N + j / yield, row = first + j % yield;
-      there[k] = j < N * yield && m < args.m && row <= last;
-      if (!there[k]) continue;
-      const float* from = sums + j / yield * stride + j % yield;
-      const float scale = __ldg(args.x_scale + m);
-      v[k] = from[0] * scale + (gate.bias ? __ldg(gate.bias + row) : 0.0f);
-      if (args.swiglu) w[k] = from[8] * scale + (other.bias ? __ldg(other.bias + row) : 0.0f);
-      if (gate.residual) residual[k] = gate.residual[(size_t)m * gate.out_stride + row];
+    for (int k = 0; k < fours; ++k) {
+      const bool there = row + k <= tile.last();
+      residual[k] = gate.residual && there ? gate.residual[to + k] : 0.0f;
+      v[k] = gate.bias && there ? __ldg(gate.bias + row + k) : 0.0f;
+      w[k] = args.swiglu && up.bias && there ? __ldg(up.bias + row + k) : 0.0f;
     }
 #pragma unroll
-    for (int k = 0; k < at_once; ++k) {
-      const int j = i + 32 * k;
-      if (!there[k]) continue;
-      gate.out[(size_t)(blockIdx.y * N + j / yield) * gate.out_stride + first + j % yield] =
-          (args.swiglu ? silu(v[k]) * w[k] : v[k]) + residual[k];
+    for (int k = 0; k < fours; ++k) {
+      v[k] += from[k] * scale;
+      if (args.swiglu) v[k] = silu(v[k]) * (from[k + 8] * scale + w[k]);
+      if (row + k <= tile.last()) gate.out[to + k] = v[k] + residual[k];
     }
   }
 }
@@ -436,10 +437,14 @@ __device__ __forceinline__ void few(const FewArgs& args) {
     }
     multiply_stage<Format, N>(feed.address(place), rows.at(0, stage, place), rows.at(1, stage, place),
                               stage % S::a_page * (S::columns / 8), args.n_in - stage * S::columns, bytes % 16 == 0,
-                              sums);
+                              sums, [&] {
+                                if constexpr (has_copy_engine) {
+                                  __syncwarp();
+                                  fill_w(stage + ahead, place);
+                                }
+                              });
     if constexpr (has_copy_engine) {
       __syncwarp();
-      fill_w(stage + ahead, place);
       if (feed.is_last()) fill_x(stage + ahead, place);
     }
     feed.now.advance(stages);

@@ -2,4 +2,4 @@
 #include "formats.cuh"
 
 REFLEX_FORMAT(q4_0, Q4_0)
-REFLEX_FEW_WIDTHS(q4_0, Q4_0)
+REFLEX_FEW(few_q4_0_40, Q4_0, 40)

@@ -99,7 +99,7 @@ struct Feed {
     if constexpr (has_copy_engine) {
       if (threadIdx.x == 0) {
         begin_barriers(barriers, stages);
-        for (uint32_t i = 0; i < stages; ++i) count_anew(count(i));
+        begin_counts(barriers + 8 * most, stages);
       }
     }
   }
@@ -126,15 +126,11 @@ struct Feed {
   // Every lane of the warp has read the stage. Whether all other warps have too, and it is this lane's to fill it again;
   // for a copy engine only.
   __device__ __forceinline__ bool is_last() const {
-    if (threadIdx.x % 32 != 0 || count_up(count(now.place)) != blockDim.x / 32 - 1) return false;
-    count_anew(count(now.place));  // nobody counts before the next copy has arrived
-    return true;
+    const uint32_t last = blockDim.x / 32 - 1;
+    return threadIdx.x % 32 == 0 && count_up(barriers + 8 * most + 4 * now.place, last) == last;
   }
 
   __device__ __forceinline__ uint32_t address(uint32_t place) const { return data + place * stage_bytes; }
-
- private:
-  __device__ __forceinline__ uint32_t count(uint32_t place) const { return barriers + 8 * most + 4 * place; }
 };
 
 }  // namespace reflex

@@ -40,6 +40,7 @@ SHARED_BYTES = r"""struct SharedBytes {
   operator const uint8_t*() const { return emulated_shared + address; }
 };
 inline uint32_t word_at(const uint8_t* p) { uint32_t word; memcpy(&word, p, 4); return word; }
+inline uint4 words4_at(const uint8_t* p) { uint4 words; memcpy(&words, p, 16); return words; }
 inline uint32_t low_bits(const uint8_t* p) { return (uint32_t)(uintptr_t)p; }
 """
 """Blocks are read from shared memory as from anywhere."""

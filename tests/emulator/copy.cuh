@@ -100,8 +100,12 @@ inline void wait_barrier(uint32_t at, uint32_t phase) {
         let_others_run();
     }
 }
-inline uint32_t count_up(uint32_t count) { return (*(uint32_t *)(emulated_shared + count))++; }
-inline void count_anew(uint32_t count) { *(uint32_t *)(emulated_shared + count) = 0; }
+inline uint32_t count_up(uint32_t at, uint32_t last) {
+    uint32_t &count = *(uint32_t *)(emulated_shared + at), before = count;
+    count = before >= last ? 0 : before + 1;
+    return before;
+}
+inline void begin_counts(uint32_t counts, uint32_t n) { memset(emulated_shared + counts, 0, 4 * n); }
 inline uint32_t sum_of_warp(uint32_t n) {
     uint32_t sum = 0;
     for (int lane = 0; lane < 32; lane++) sum += exchange(n, lane);

@@ -128,11 +128,12 @@ struct Sums {
   }
 };
 
-// A stage of k-quants, by four warps together. `x`: shared address of the stage's units. `meanwhile` is called when W's
-// numbers are all in registers and the last of them are being multiplied.
+// A stage of k-quants, by four warps together. `x`: shared address of the stage's units. `meanwhile` is called when the
+// last numbers are being multiplied, and may read the next stage of W into a0 and a1.
 template <class Format, int N, class Meanwhile>
-__device__ __forceinline__ void multiply_together(const Whole<Format>& a0, const Whole<Format>& a1, uint32_t x,
-                                                  Sums<N>& sums, Meanwhile meanwhile) {
+__device__ __forceinline__ void multiply_together(Whole<Format>& a0, Whole<Format>& a1, uint32_t x, Sums<N>& sums,
+                                                  Meanwhile meanwhile) {
+  const float factor0 = a0.factor, factor1 = a1.factor;
   const uint64_t units = group_operand(x, 16 * N);
   float c[N / 8][4];
   uint32_t a[2][4][4];
@@ -177,7 +178,7 @@ __device__ __forceinline__ void multiply_together(const Whole<Format>& a0, const
 #pragma unroll
   for (int i = 0; i < 32; ++i) group_keep(a[i / 16][i / 4 % 4][i % 4]);
 #pragma unroll
-  for (int n = 0; n < N / 8; ++n) sums.add(n, c[n], a0.factor, a1.factor);
+  for (int n = 0; n < N / 8; ++n) sums.add(n, c[n], factor0, factor1);
 }
 
 // Units of x in shared memory as one lane reads them: its first ones are at `unit` of the stage.
@@ -294,7 +295,7 @@ __device__ __forceinline__ void multiply_stage(uint32_t x, SharedBytes w0, Share
   const int t = threadIdx.x % 4;
   if constexpr (Whole<Format>::exists) {
     static_assert(S::slices == 1 && page_columns == S::columns);
-    const Whole<Format> a0(w0, t), a1(w1, t);
+    Whole<Format> a0(w0, t), a1(w1, t);
     if constexpr (has_groups) {
       multiply_together<Format, N>(a0, a1, x, sums, is_read);
     } else {
@@ -422,32 +423,56 @@ __device__ __forceinline__ void few(const FewArgs& args) {
   }
 
   Sums<N> sums;
+  // A stage of k-quants is read while the one before is multiplied, where registers suffice.
+  if constexpr (has_groups && Whole<Format>::exists && (N <= 40 || is_same<Format, Q4_K>::value)) {
+    auto read = [&](int which, int stage, int place) {
+      return Whole<Format>(rows.at(which, stage, place), threadIdx.x % 4);
+    };
+    wait_copies(stages - 1);
+    __syncwarp();
+    Whole<Format> a0 = read(0, begin, 0), a1 = read(1, begin, 0);
 #pragma unroll 1
-  for (int stage = begin; stage < end; ++stage) {
-    const int place = feed.now.place;
-    wait_copies(has_copy_engine ? stages - 1 : stages - 2);
-    if constexpr (has_copy_engine) {
+    for (int stage = begin; stage < end; ++stage) {
+      const int place = feed.now.place, next = place + 1 == stages ? 0 : place + 1;
       feed.wait();
       __syncwarp();
-    } else {
-      __syncthreads();
-      const int before = place ? place - 1 : ahead;
-      fill_x(stage + ahead, before);
-      fill_w(stage + ahead, before);
+      multiply_together<Format, N>(a0, a1, feed.address(place), sums, [&] {
+        fill_w(stage + stages, place);
+        wait_copies(stages - 1);
+        __syncwarp();
+        a0 = read(0, stage + 1, next), a1 = read(1, stage + 1, next);  // behind the last one, what is not used
+      });
+      if (feed.is_last()) fill_x(stage + stages, place);
+      feed.now.advance(stages);
     }
-    multiply_stage<Format, N>(feed.address(place), rows.at(0, stage, place), rows.at(1, stage, place),
-                              stage % S::a_page * (S::columns / 8), args.n_in - stage * S::columns, bytes % 16 == 0,
-                              sums, [&] {
-                                if constexpr (has_copy_engine) {
-                                  __syncwarp();
-                                  fill_w(stage + ahead, place);
-                                }
-                              });
-    if constexpr (has_copy_engine) {
-      __syncwarp();
-      if (feed.is_last()) fill_x(stage + ahead, place);
+  } else {
+#pragma unroll 1
+    for (int stage = begin; stage < end; ++stage) {
+      const int place = feed.now.place;
+      wait_copies(has_copy_engine ? stages - 1 : stages - 2);
+      if constexpr (has_copy_engine) {
+        feed.wait();
+        __syncwarp();
+      } else {
+        __syncthreads();
+        const int before = place ? place - 1 : ahead;
+        fill_x(stage + ahead, before);
+        fill_w(stage + ahead, before);
+      }
+      multiply_stage<Format, N>(feed.address(place), rows.at(0, stage, place), rows.at(1, stage, place),
+                                stage % S::a_page * (S::columns / 8), args.n_in - stage * S::columns, bytes % 16 == 0,
+                                sums, [&] {
+                                  if constexpr (has_copy_engine) {
+                                    __syncwarp();
+                                    fill_w(stage + ahead, place);
+                                  }
+                                });
+      if constexpr (has_copy_engine) {
+        __syncwarp();
+        if (feed.is_last()) fill_x(stage + ahead, place);
+      }
+      feed.now.advance(stages);
     }
-    feed.now.advance(stages);
   }
 
   // Through shared memory, so that rows are written side by side; no two accumulators of a warp fall into one bank.

@@ -363,6 +363,10 @@ def test_scores_are_the_references(opened, name: str) -> None:
     (first,), (second,) = executor.score(shorter, [[1], [2]])
     assert [first, second] == pytest.approx([row[0] for row in reference.score(shorter, [[1], [2]])], abs=5e-3)
     assert len(executor._shapes) == 1 and executor.n_past == 3
+    # Once they are known as one graph: the same bits.
+    for _ in range(3):
+        assert executor.score(shorter, [[1], [2]]) == [[first], [second]]
+    assert len(executor._graphs) == 1
     for each in (executor, reference):
         each.forward(Step.text([20], 3, [0]))
     assert np.linalg.norm(executor.logits() - reference.logits()) <= BOUND * np.linalg.norm(reference.logits())

@@ -14,6 +14,7 @@ from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.driver import gib
 from reflex_ipc.cuda.fuse import alone, fused
 from reflex_ipc.cuda.launch import Kernels
+from reflex_ipc.cuda.linear import FEW
 from reflex_ipc.cuda.lower import Lowering
 from reflex_ipc.cuda.places import PAGE, CacheLayout, Places, Shape
 from reflex_ipc.cuda.room import HEAD_ROWS
@@ -28,7 +29,7 @@ from reflex_ipc.stamps import stamp
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from typing import Any
 
     import numpy as np
@@ -144,7 +145,7 @@ class CudaExecutor:
             self._tracing = Tracing(self._trace, device, self._stream, upload, weights)
         self._places = places = Places()
         self._shapes: dict[tuple[int, int, bool, int], list[Launch]] = {}
-        self._graphs: dict[tuple[int, str], GraphExec] = {}
+        self._graphs: dict[tuple[object, ...], GraphExec] = {}  # of steps by their shape, of tokens by what differs
         self._lowering = Lowering(
             device, self._kernels, self._stream, plan, groups, columns, places, lambda name: base + weights.place[name]
         )
@@ -192,13 +193,18 @@ class CudaExecutor:
     # Steps
 
     def forward(self, step: Step, poll: "Poll | None" = None) -> None:
+        self._forward(step, poll, comes_again=False)
+
+    def _forward(self, step: Step, poll: "Poll | None", *, comes_again: bool) -> None:
+        """`comes_again`: other steps will have the same shape, so that it is worth a graph."""
         # What is queued can't be called back, and queueing takes milliseconds: asking in between costs more than it
         # saves, but for the first step, which waits for the weights.
         go_on(poll)
         shape = self._begin(step)
         try:
-            for launch in self._launches(shape, self._tracing, poll):
-                launch()
+            if not (comes_again and self._replay(shape)):
+                for launch in self._launches(shape, self._tracing, poll):
+                    launch()
         except (CancelledError, DeadlineError):
             self.reset()
             raise
@@ -317,8 +323,33 @@ class CudaExecutor:
                 routed.end()
         if is_loaded and not is_long:
             if len(self._shapes) >= SHAPES:
-                del self._shapes[next(iter(self._shapes))]
+                oldest = next(iter(self._shapes))
+                del self._shapes[oldest]
+                if oldest in self._graphs:
+                    self._graphs.pop(oldest).close()
             self._shapes[shape.key] = made
+
+    def _replay(self, shape: Shape) -> bool:
+        """Queue a shape's launches with one call, from the second time on that it comes when all weights are there; False
+        before that. Recording them takes some milliseconds."""
+        if self._tracing is not None:
+            return False
+        graph = self._graphs.get(shape.key)
+        if graph is None:
+            launches = self._shapes.get(shape.key)
+            if launches is None:
+                return False
+            graph = self._graphs[shape.key] = self._recorded(launches)
+        graph.launch(self._stream)
+        return True
+
+    def _recorded(self, launches: "Iterable[Launch]") -> "GraphExec":
+        with self._stream.capture() as capture:
+            for launch in launches:
+                launch()
+        ready = capture.graph.instantiate()
+        capture.graph.close()
+        return ready
 
     def _wait(self, index: int) -> None:
         """What is queued from here on finds the weights' group `index`, and those before it, on the device."""
@@ -361,7 +392,8 @@ class CudaExecutor:
         for start in starts:
             rows = step.rows[start : start + HEAD_ROWS]
             if start == 0:
-                self.forward(rounded(step._replace(rows=rows)), poll)
+                first = rounded(step._replace(rows=rows))
+                self._forward(first, poll, comes_again=len(first.tokens) <= FEW)
             else:
                 self._head(len(step.tokens), rows, poll)
             self._shape = Shape(len(step.tokens), len(rows))
@@ -443,11 +475,7 @@ class CudaExecutor:
                 *self._launches(Shape(1, 1, False, n_splits)),
                 *self._sampling.launches(kind, self._logits(0), dependent=self._lowering.can_depend),
             ]
-            with self._stream.capture() as capture:
-                for launch in launches:
-                    launch()
-            graph = self._graphs[n_splits, kind] = capture.graph.instantiate()
-            capture.graph.close()
+            graph = self._graphs[n_splits, kind] = self._recorded(launches)
         if self._tracing is not None:
             self._tracing.begin("token")
         graph.launch(self._stream)

@@ -330,8 +330,8 @@ class CudaExecutor:
             self._shapes[shape.key] = made
 
     def _replay(self, shape: Shape) -> bool:
-        """Queue a shape's launches with one call, from the second time on that it comes when all weights are there; before
-        that False. Recording them takes some milliseconds."""
+        """Queue a known shape's launches with one call; False where it is not known. Recording them takes some
+        milliseconds."""
         if self._tracing is not None:
             return False
         graph = self._graphs.get(shape.key)

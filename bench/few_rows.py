@@ -4,10 +4,11 @@
     python bench/few_rows.py OUT --types Q4_K --counts 8 40 --no-sweep
 
 Up to 64 rows three ways: `old` is matmul.cuh, where each warp reads x itself, 8 or 16 rows a block, `new` few.cuh,
-`gemm` weights widened to halves and one plain product. Above, `new` in each of its widths, and `gemm`. Times are of the
-products alone: x is halves already. One launch of a graph multiplies with many matrices in turn, more than the
-second-level cache holds, each product dependent on the one before. The sweep runs `new` in every shape it can have,
-next to the one that cuda/few.py chooses. Kernels are compiled here.
+`gemm` weights widened to halves and one plain product. Above, `new` in each of its widths, and `gemm`. Of 8 and 16 rows
+`old`, which is what the product takes there, and for k-quants `new`, which it could take. Times are of the products
+alone: x is halves already. One launch of a graph multiplies with many matrices in turn, more than the second-level
+cache holds, each product dependent on the one before. The sweep runs `new` in every shape it can have, next to the one
+that cuda/few.py chooses. Kernels are compiled here.
 """
 
 import argparse
@@ -30,13 +31,14 @@ import build  # noqa: E402
 from reflex_ipc.cuda import linear  # noqa: E402
 from reflex_ipc.cuda.device import Device, start_driver  # noqa: E402
 from reflex_ipc.cuda.few import FewShape, few, few_shape, few_shapes  # noqa: E402
-from reflex_ipc.cuda.formats import ALONE, FLOATS, FORMATS, WIDTHS  # noqa: E402
+from reflex_ipc.cuda.formats import ALONE, FLOATS, FORMATS, WHOLE, WIDTHS  # noqa: E402
 from reflex_ipc.cuda.gemm import gemm_half  # noqa: E402
 from reflex_ipc.cuda.launch import Kernels  # noqa: E402
 from reflex_ipc.cuda.products import PARTS, Call, Input, Limits, Matrix, Room, pack_matrices, prepare  # noqa: E402
 from reflex_ipc.reference.dequant import dequantise  # noqa: E402
 
 TYPES = ("Q4_K", "Q6_K", "Q8_0", "F16")
+LESS = (8, 16)
 COUNTS = (17, 24, 32, 40, 48, 64)
 MORE = (80, 96, 128)
 SWEPT = (32, 40, 64)
@@ -64,6 +66,8 @@ PRODUCTS = (
     Product("0.6B", "gate, up", 1024, (3072, 3072), True),
     Product("0.6B", "down", 3072, (1024,)),
 )
+OUTPUT = Product("8B", "output", 4096, (151936,))
+"""Of at most 16 rows."""
 LAYERS = {"8B": 36, "0.6B": 28}
 
 
@@ -78,7 +82,7 @@ def kernels(types: Sequence[str], work: Path, target: str) -> str:
         name = kind.lower()
         old = "".join(f"REFLEX_MATMUL(old_{name}_{w}, {kind}, {w})\n" for w in OLD_WIDTHS)
         made = {f"old_{name}": f'#include "matmul.cuh"\n{old}REFLEX_WIDEN(widen_{name}, {kind})\n'}
-        for w in WIDTHS[WIDTHS.index(ALONE) + 1 :]:
+        for w in WIDTHS if kind in WHOLE else WIDTHS[WIDTHS.index(ALONE) + 1 :]:
             made[f"few_{name}_{w}"] = f'#include "few.cuh"\nREFLEX_FEW(few_{name}_{w}, {kind}, {w})\n'
         for stem, text in made.items():
             (sources / f"{stem}.cu").write_text(text)
@@ -264,6 +268,15 @@ class Gemm(Way):
 WAYS: dict[str, Way] = {"old": Old(), "new": New(), "gemm": Gemm()}
 
 
+def ways_of(kind: str, m: int) -> dict[str, Way]:
+    """What a product of m rows is timed in."""
+    if m > 64:
+        return {f"new {width}": New(width) for width in (32, 40, 64)} | {"gemm": Gemm()}
+    if m > ALONE:
+        return WAYS
+    return {"old": Old()} | ({"new": New(m)} if kind in WHOLE else {})
+
+
 def shapes(bench: Bench, kind: str, width: int, product: Product) -> Iterator[FewShape]:
     n_stages = -(-product.n_in // FORMATS[kind].few_columns)
     seen = set()
@@ -285,6 +298,9 @@ def main() -> int:
     parser.add_argument("--types", nargs="+", default=list(TYPES), choices=TYPES)
     parser.add_argument("--counts", nargs="*", type=int, default=list(COUNTS), metavar="M", help="rows of x")
     parser.add_argument("--more", nargs="*", type=int, default=list(MORE), metavar="M", help="beyond those")
+    parser.add_argument(
+        "--less", nargs="*", type=int, default=list(LESS), choices=LESS, metavar="M", help="below those"
+    )
     parser.add_argument("--no-sweep", action="store_true")
     parser.add_argument("--limit", type=float, default=95, help="seconds, after which the sweep ends")
     parser.add_argument("--target", default="sm_90a")
@@ -297,19 +313,19 @@ def main() -> int:
     print(f"kernels: {time.monotonic() - began:.0f} s", flush=True)
     device = start_driver(0, given.library).wait()
     bench = Bench(device, lib, device.capability >= (9, 0))
+    counts = (*given.less, *given.counts, *given.more)
     rows: list[dict[str, Any]] = []
     swept: list[dict[str, Any]] = []
     for kind in given.types:
         bench.feed(kind)
-        for product in PRODUCTS:
+        for product in (*PRODUCTS, *((OUTPUT,) if kind in WHOLE else ())):
             size = sum(product.rows) * product.n_in // FORMATS[kind].block * FORMATS[kind].block_bytes
-            for m in (*given.counts, *given.more):
-                ways = WAYS if m <= 64 else {f"new {w}": New(w) for w in (32, 40, 64)} | {"gemm": Gemm()}
-                for name, way in ways.items():
+            for m in given.less if product is OUTPUT else counts:
+                for name, way in ways_of(kind, m).items():
                     us = bench.time(way, kind, product, m)
                     row = {"type": kind, "model": product.model, "product": product.name, "m": m, "way": name, "us": us}
                     row |= {"gb_s": size / us / 1e3, "tflop_s": 2e-6 * m * sum(product.rows) * product.n_in / us}
-                    if m in (given.counts[0], 40, 64):
+                    if m in (*given.less, given.counts[0], 40, 64):
                         row["error"] = bench.error(way, kind, product, m)
                     rows.append(row)
         print(f"{kind}: {time.monotonic() - began:.0f} s", flush=True)
@@ -318,7 +334,7 @@ def main() -> int:
         for product in PRODUCTS:
             if kind == "Q8_0" and product.model == "8B":
                 continue
-            for m in SWEPT if kind != "Q6_K" else (40,):
+            for m in (*(given.less if kind in WHOLE else ()), *(SWEPT if kind != "Q6_K" else (40,))):
                 of = product.rows[:1] if product.swiglu else product.rows
                 chosen = few_shape(bench.limits, kind, m, m, product.n_in, of, product.swiglu)
                 found = []
@@ -333,7 +349,7 @@ def main() -> int:
                     swept.append(entry | {"all": [[t, *shape] for t, shape in sorted(found)]})
         print(f"{kind}, swept: {time.monotonic() - began:.0f} s", flush=True)
     measure.save(given.out / "few_rows.json", measure.document("few_rows", {"rows": rows, "sweep": swept}))
-    render(rows, swept, (*given.counts, *given.more))
+    render(rows, swept, counts)
     bench.close()
     device.close()
     worst = max((row["error"] for row in rows if "error" in row), default=0.0)
@@ -355,12 +371,19 @@ def render(rows: Sequence[dict[str, Any]], swept: Sequence[dict[str, Any]], coun
             errors = "".join(f" {found[w]['error']:.1e}" for w in WAYS)
             new = found["new"]
             print(f"{at[0]:5}{at[1]:5}{at[2]:9}{line}{new['gb_s']:7.0f}{new['tflop_s']:6.0f}{errors}")
+    print("\nus of the output: old, new")
+    for r in rows:
+        if r["product"] == OUTPUT.name:
+            print(f"{r['type']:5}{r['m']:3} {r['way']:4}{r['us']:8.1f}")
     print("\nms of all layers' products" + "".join(f"{m:7}" for m in counts))
-    for kind, model in dict.fromkeys((r["type"], r["model"]) for r in rows):
-        for way in dict.fromkeys(r["way"] for r in rows):
+    layers = [r for r in rows if r["product"] != OUTPUT.name]
+    for kind, model in dict.fromkeys((r["type"], r["model"]) for r in layers):
+        for way in dict.fromkeys(r["way"] for r in layers):
             line = ""
             for m in counts:
-                found_us = [r["us"] for r in rows if (r["type"], r["model"], r["way"], r["m"]) == (kind, model, way, m)]
+                found_us = [
+                    r["us"] for r in layers if (r["type"], r["model"], r["way"], r["m"]) == (kind, model, way, m)
+                ]
                 line += f"{sum(found_us) * LAYERS[model] / 1e3:7.2f}" if found_us else "      -"
             print(f"{kind:6}{model:6}{way:14}{line}")
 

@@ -127,7 +127,7 @@ class Experts(layers.Layers):
                 shape=best._replace(warps=warps),
             )
             for call in calls:
-                made = self.launch(call.kernel, call.grid, call.block[0], call.arguments, call.shared)
+                made = self.call(call)
                 if call.kernel.startswith("grouped_"):
                     yield made
                 elif layer == 0:

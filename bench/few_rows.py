@@ -30,11 +30,11 @@ import numpy as np  # noqa: E402
 import build  # noqa: E402
 from reflex_ipc.cuda import linear  # noqa: E402
 from reflex_ipc.cuda.device import Device, start_driver  # noqa: E402
-from reflex_ipc.cuda.few import FewShape, few, few_shape, few_shapes  # noqa: E402
+from reflex_ipc.cuda.few import FewShape, few, few_parts, few_shape, few_shapes  # noqa: E402
 from reflex_ipc.cuda.formats import ALONE, FLOATS, FORMATS, WHOLE, WIDTHS  # noqa: E402
 from reflex_ipc.cuda.gemm import gemm_half  # noqa: E402
-from reflex_ipc.cuda.launch import Kernels  # noqa: E402
-from reflex_ipc.cuda.products import PARTS, Call, Input, Limits, Matrix, Room, pack_matrices, prepare  # noqa: E402
+from reflex_ipc.cuda.launch import Kernels, Launch  # noqa: E402
+from reflex_ipc.cuda.products import Call, Input, Matrix, Room, limits_of, pack_matrices, prepare  # noqa: E402
 from reflex_ipc.reference.dequant import dequantise  # noqa: E402
 
 TYPES = ("Q4_K", "Q6_K", "Q8_0", "F16")
@@ -107,7 +107,7 @@ class Bench:
             Kernels(device, lib),
             dependent,
         )
-        self.limits = Limits(device.attribute(device.MULTIPROCESSORS), device.attribute(device.SHARED_PER_BLOCK))
+        self.limits = limits_of(device, self.kernels)
         self.memory: list[Any] = []
         self.pool, self.x, self.out = self.take(POOL), self.take(128 * 12288 * 4), self.take(128 * 24576 * 4)
         self.scratch = self.take(400 << 20)
@@ -157,9 +157,7 @@ class Bench:
         with self.stream.capture() as capture:
             for calls in layers:
                 for call in calls:
-                    self.kernels.function(call.kernel).prepare(
-                        call.grid, call.block, call.arguments, self.stream, shared=call.shared, dependent=self.dependent
-                    )()
+                    self.prepare(call, self.dependent)()
         graph = capture.graph.instantiate()
         capture.graph.close()
         before, after = self.device.event(timing=True), self.device.event(timing=True)
@@ -177,9 +175,16 @@ class Bench:
 
     def run(self, calls: Sequence[Call]) -> None:
         for call in calls:
-            function = self.kernels.function(call.kernel)
-            function.prepare(call.grid, call.block, call.arguments, self.stream, shared=call.shared)()
+            self.prepare(call, False)()
         self.stream.synchronize()
+
+    def prepare(self, call: Call, dependent: bool) -> Launch:
+        return self.kernels.function(call.kernel).prepare(
+            *(call.grid, call.block, call.arguments, self.stream),
+            shared=call.shared,
+            dependent=dependent,
+            cluster=call.cluster,
+        )
 
     def entry(self, m: int, product: Product) -> Input:
         return Input(self.x, m, product.n_in, product.n_in)
@@ -281,10 +286,10 @@ def shapes(bench: Bench, kind: str, width: int, product: Product) -> Iterator[Fe
     n_stages = -(-product.n_in // FORMATS[kind].few_columns)
     seen = set()
     for warps, _, stages, shared in few_shapes(bench.limits, kind, width):
-        for wanted in PARTS:
+        for wanted in few_parts(bench.limits):
             each = -(-n_stages // wanted)
             shape = FewShape(warps, -(-n_stages // each), each, stages, shared)
-            if shape not in seen:
+            if shape not in seen and shape.parts in few_parts(bench.limits):
                 seen.add(shape)
                 yield shape
 

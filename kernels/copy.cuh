@@ -85,4 +85,31 @@ __device__ void begin_counts(uint32_t counts, uint32_t n);
 __device__ uint32_t sum_of_warp(uint32_t n);
 #endif
 
+// --- clusters: blocks that run at once and read each other's shared memory -----------------------------------------------
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr bool has_clusters = true;
+
+// All threads of all blocks are here, and what they wrote before is seen.
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// From this address of shared memory, a multiple of 16, of a block of the cluster.
+__device__ __forceinline__ float4 load_of_block(uint32_t address, uint32_t block) {
+  float4 v;
+  asm volatile(
+      "{\n.reg .u32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [there];\n}"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "r"(address), "r"(block)
+      : "memory");
+  return v;
+}
+#else
+constexpr bool has_clusters = false;
+
+__device__ void cluster_barrier();
+__device__ float4 load_of_block(uint32_t address, uint32_t block);
+#endif
+
 }  // namespace reflex

@@ -17,7 +17,8 @@
 // rows.
 //
 // Layout: blockIdx.x is a tile of 16 rows a warp (SwiGLU: 8 gate rows and their 8 up rows), blockIdx.y a block of N rows
-// of x, blockIdx.z a part of the columns; where there are several, the last block of a tile adds them up in order.
+// of x, blockIdx.z a part of the columns. Parts are added up in their order: by the last block of a tile, through `sums`;
+// or, where that is null, by all of them, which then are a cluster.
 // Launch: 32 threads a warp, up to `few_threads`; dynamic shared memory of `few_barriers` bytes and `stages` times that of
 // a stage, and not below 16 bytes and 80 N a warp; `arrived` is zeros before and after. W is read before the predecessor
 // is waited for, up to 15 bytes around a row.
@@ -57,6 +58,10 @@ struct Tile {
     return matrix.weight + (size_t)min(first() + (args.swiglu ? r % 8 : r), last()) * bytes;
   }
 };
+
+__device__ __forceinline__ float4 operator+(float4 a, float4 b) {
+  return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+}
 
 // Stages of these rows in shared memory, side by side; lanes copy neighbouring 16 bytes.
 template <class Format, int N>
@@ -344,10 +349,7 @@ __device__ __forceinline__ bool add_parts(const FewArgs& args, float* mine, int*
 #pragma unroll 2
   for (int p = 0; p < parts; ++p) {
 #pragma unroll
-    for (int i = 0; i < N / 8; ++i) {
-      const float4 v = __ldcg(reinterpret_cast<const float4*>(own + (size_t)p * part) + lane + 32 * i);
-      total[i].x += v.x, total[i].y += v.y, total[i].z += v.z, total[i].w += v.w;
-    }
+    for (int i = 0; i < N / 8; ++i) total[i] = total[i] + __ldcg(reinterpret_cast<const float4*>(own + (size_t)p * part) + lane + 32 * i);
   }
 #pragma unroll
   for (int i = 0; i < N / 8; ++i) *at(lane + 32 * i) = total[i];
@@ -355,18 +357,18 @@ __device__ __forceinline__ bool add_parts(const FewArgs& args, float* mine, int*
   return true;
 }
 
-// The result, from a warp's sums in shared memory, four rows of W a lane: what memory has to say to them is asked for
-// together.
-template <int N, int stride>
-__device__ __forceinline__ void write_out(const FewArgs& args, const Tile& tile, const float* sums) {
+// The result of rows `begin` .. `end` - 1 of the block's N, four rows of W a lane: what memory has to say to them is asked
+// for together. sums(at): four sums from place `at` of (N, 16), rows `stride` floats apart, on.
+template <int N, int stride, class SumsAt>
+__device__ __forceinline__ void write_out(const FewArgs& args, const Tile& tile, int begin, int end, SumsAt sums) {
   const Matrix &gate = tile.gate(), &up = tile.up();
   constexpr int fours = 4;
   const int across = tile.yield() / fours;  // lanes for a row of x
 #pragma unroll 1
-  for (int i = threadIdx.x % 32; i < N * across; i += 32) {
+  for (int i = begin * across + threadIdx.x % 32; i < end * across; i += 32) {
     const int m = blockIdx.y * N + i / across, r = i % across * fours, row = tile.first() + r;
     if (m >= args.m) break;
-    const float* from = sums + i / across * stride + r;
+    const int at = i / across * stride + r;
     const size_t to = (size_t)m * gate.out_stride + row;
     const float scale = __ldg(args.x_scale + m);
     float v[fours], w[fours], residual[fours];
@@ -377,10 +379,12 @@ __device__ __forceinline__ void write_out(const FewArgs& args, const Tile& tile,
       v[k] = gate.bias && there ? __ldg(gate.bias + row + k) : 0.0f;
       w[k] = args.swiglu && up.bias && there ? __ldg(up.bias + row + k) : 0.0f;
     }
+    const float4 of_gate = sums(at), of_up = args.swiglu ? sums(at + 8) : float4{};
+    const float a[fours] = {of_gate.x, of_gate.y, of_gate.z, of_gate.w}, b[fours] = {of_up.x, of_up.y, of_up.z, of_up.w};
 #pragma unroll
     for (int k = 0; k < fours; ++k) {
-      v[k] += from[k] * scale;
-      if (args.swiglu) v[k] = silu(v[k]) * (from[k + 8] * scale + w[k]);
+      v[k] += a[k] * scale;
+      if (args.swiglu) v[k] = silu(v[k]) * (b[k] * scale + w[k]);
       if (row + k <= tile.last()) gate.out[to + k] = v[k] + residual[k];
     }
   }
@@ -485,8 +489,24 @@ __device__ __forceinline__ void few(const FewArgs& args) {
     to[0] = sums.v[n][0], to[stride] = sums.v[n][1], to[8] = sums.v[n][2], to[stride + 8] = sums.v[n][3];
   }
   __syncwarp();
+  if constexpr (has_clusters) {
+    if (gridDim.z > 1 && !args.sums) {
+      // Every block of the cluster adds up a share of the rows of x.
+      const int parts = gridDim.z, share = (N + parts - 1) / parts, from = min(N, (int)blockIdx.z * share);
+      const uint32_t address = shared_address(mine);
+      cluster_barrier();
+      write_out<N, stride>(args, tile, from, min(N, from + share), [&](int at) {
+        float4 total = {};
+#pragma unroll 4
+        for (int p = 0; p < parts; ++p) total = total + load_of_block(address + 4 * at, p);
+        return total;
+      });
+      cluster_barrier();  // what others still read
+      return;
+    }
+  }
   if (args.sums && !add_parts<N, stride>(args, mine, reinterpret_cast<int*>(shared) + warps * N * stride)) return;
-  write_out<N, stride>(args, tile, mine);
+  write_out<N, stride>(args, tile, 0, N, [&](int at) { return *reinterpret_cast<const float4*>(mine + at); });
 }
 
 }  // namespace reflex

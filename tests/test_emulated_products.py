@@ -25,6 +25,7 @@ KERNELS = Path(launch.LIB) / "sm_90a" / "kernels.txt"
 pytestmark = pytest.mark.skipif(not KERNELS.exists(), reason="the kernels are not built: kernels/build.py all")
 
 LIMITS = Limits(4, 227 << 10)
+CLUSTERS = LIMITS._replace(cluster=8)
 SCALES = {
     "Q3_K": [108],
     "Q4_K": [0, 2],
@@ -49,10 +50,13 @@ def emulated(where, groups):
         def run(calls):
             for call in calls:
                 function = kernels.function(call.kernel)
-                function.prepare(call.grid, call.block, call.arguments, stream, shared=call.shared)()
+                function.prepare(
+                    call.grid, call.block, call.arguments, stream, shared=call.shared, cluster=call.cluster
+                )()
             device.synchronize()
             return [call.kernel for call in calls]
 
+        run.cluster = 8 if groups else 1
         yield run
 
 
@@ -142,6 +146,9 @@ SHAPES = {  # type, rows of x, rows and columns of W, limits; parts of the colum
     "one block, in parts of the columns": ("Q4_K", 24, 40, 1536, LIMITS, 3, 2),
     "parts of many stages": ("Q6_K", 40, 70, 2304, LIMITS, 2, 3),
     "three stages in turns": ("Q5_K", 64, 200, 2048, LIMITS, 1, 3),
+    "a cluster of parts": ("Q4_K", 24, 40, 2048, CLUSTERS, 4, 2),
+    "a cluster of many parts and blocks": ("Q6_K", 40, 150, 2048, CLUSTERS, 8, 2),
+    "a cluster of another type": ("Q8_0", 50, 33, 1024, CLUSTERS, 2, 2),
     "two blocks of rows, for want of shared memory": ("Q6_K", 40, 70, 768, Limits(4, 70 << 10)),
     "a last stage that is not full": ("Q8_0", 24, 33, 1056, LIMITS),
     "rows that begin anywhere": ("F16", 23, 33, 510, LIMITS),
@@ -157,6 +164,8 @@ SHAPES = {  # type, rows of x, rows and columns of W, limits; parts of the colum
 def test_few_rows(run_few, case, swiglu):
     """Stages in shared memory; bias, residual and SwiGLU, at once and after parts; matrices beside each other."""
     name, m, n_out, n_in, limits, *given = SHAPES[case]
+    if limits.cluster > run_few.cluster:
+        pytest.skip("these kernels know no clusters")
     rng = np.random.default_rng([m, n_in, swiglu])
     x, norm = room(rows(m, n_in, rng), np.float32), room(rng.uniform(0.02, 0.08, n_in).astype(np.float32), np.float32)
     wide = x.reshape(m, n_in).astype(np.float64)
@@ -177,7 +186,7 @@ def test_few_rows(run_few, case, swiglu):
         width = few_width(limits, m, [name])
         warps, _, most, shared = max(few_shapes(limits, name, width), key=lambda shape: shape[2])
         part_stages = -(-n_in // (formats.FORMATS[name].few_columns * parts))
-        assert stages <= most and (part_stages > stages or parts == 3)
+        assert stages <= most and (part_stages > stages or parts > 2 or limits is CLUSTERS)
         shape = FewShape(warps, parts, part_stages, stages, shared)
         calls = few(limits, entry, matrices, scratch.ctypes.data, swiglu, width, shape)
     else:
@@ -195,10 +204,14 @@ def test_few_rows(run_few, case, swiglu):
         for out, (expected, size), (*_, before) in zip(outs, sides, keep, strict=True):
             assert error(out, expected + before, size) < 9e-4
     first = [out.tobytes() for out in outs]
-    for *_, out, before in keep:
-        out[:] = before.reshape(-1)
-    run_few(calls)
-    assert [out.tobytes() for out in outs] == first
+    again = [calls]
+    if limits is CLUSTERS:  # parts through memory are added in the same order
+        again.append(few(LIMITS, entry, matrices, scratch.ctypes.data, swiglu, width, shape))
+    for calls in again:
+        for *_, out, before in keep:
+            out[:] = before.reshape(-1)
+        run_few(calls)
+        assert [out.tobytes() for out in outs] == first
 
 
 @pytest.mark.parametrize("name", formats.WHOLE)

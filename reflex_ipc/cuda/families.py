@@ -164,7 +164,7 @@ def _experts(
 
     calls = expert_linear(low.limits, entry, matrices, experts, scratch, per_expert=per_expert, is_grouped=is_grouped)
     for call in calls:
-        yield low.launch(call.kernel, call.grid, call.block[0], call.arguments, call.shared)
+        yield low.call(call)
 
 
 def expert_group(low: "Lowering", group: "Group", shape: "Shape") -> "Iterator[Launch]":

@@ -24,7 +24,9 @@ _BEGIN = 2620  # of a block
 _ADD = 3880  # of the last block of a tile,
 _PART = 630  # for each part that it adds
 _SUM = 0.0011  # and for each byte of sums
+_CLUSTER = 2600  # for all parts, where a cluster adds them: not fitted but estimated
 _BARRIERS = 64  # bytes of shared memory beside the stages
+_CLUSTERED = (1, 2, 4, 8)
 
 
 class FewShape(NamedTuple):
@@ -60,16 +62,18 @@ def few(
             of_kind = [m for m in matrices if m.type == kind]
             rows = tuple(m.n_out for m in (of_kind[:1] if swiglu else of_kind))
             best = shape or few_shape(limits, kind, width, x.n, x.width, rows, swiglu)
+            through_memory = best.parts > 1 and limits.cluster == 1
             arguments = _FEW.pack(
-                *(room.pages, room.scale, room.sums if best.parts > 1 else 0, room.arrived),
+                *(room.pages, room.scale, room.sums if through_memory else 0, room.arrived),
                 *(x.n, x.width, len(of_kind), swiglu, best.part_stages, best.stages),
             )
             arguments += pack_matrices(of_kind)
             grid = (_tiles(rows, best.warps, swiglu), n_rows // width, best.parts)
+            cluster = (1, 1, best.parts) if limits.cluster > 1 else None
             products.append(
-                Call(f"few_{kind.lower()}_{width}", grid, (32 * best.warps, 1, 1), best.shared, (arguments,))
+                Call(f"few_{kind.lower()}_{width}", grid, (32 * best.warps, 1, 1), best.shared, (arguments,), cluster)
             )
-            if best.parts > 1:
+            if through_memory:
                 most = max(most, grid[0] * grid[1])
         if products:
             arguments = _PAGES.pack(
@@ -99,6 +103,11 @@ def few_shapes(limits: Limits, kind: str, width: int) -> list[tuple[int, int, in
     return found
 
 
+def few_parts(limits: Limits) -> tuple[int, ...]:
+    """Into how many parts columns may be shared out. Clusters come in powers of two."""
+    return tuple(n for n in _CLUSTERED if n <= limits.cluster) if limits.cluster > 1 else PARTS
+
+
 @cache
 def few_shape(
     limits: Limits, kind: str, width: int, n: int, n_in: int, rows: tuple[int, ...], swiglu: bool
@@ -106,7 +115,7 @@ def few_shape(
     """The shape that finishes first, by a model of an H200; `rows` of W of each matrix, with SwiGLU of one.
 
     A stage takes a warp some cycles for itself and for each row of x; a block costs something to begin, and so does the
-    last one of a tile with the sums that it adds up.
+    last one of a tile with the sums that it adds up, or a cluster with its own.
     """
     form = FORMATS[kind]
     n_stages = -(-n_in // form.few_columns)
@@ -116,18 +125,20 @@ def few_shape(
     for warps, at_a_time, stages, shared in few_shapes(limits, kind, width):
         tiles = _tiles(rows, warps, swiglu) * -(-n // width)
         sums = 4 * tiles * 16 * warps * width
-        for wanted in PARTS:
-            if wanted > 1 and (wanted > n_stages or sums * wanted > room or tiles > TILES):
+        for wanted in few_parts(limits):
+            if wanted > 1 and (wanted > n_stages or (limits.cluster == 1 and (sums * wanted > room or tiles > TILES))):
                 break
             part_stages = -(-n_stages // wanted)
             parts = -(-n_stages // part_stages)
+            if parts != wanted and limits.cluster > 1:
+                continue
             full, rest = divmod(tiles * parts, limits.multiprocessors * at_a_time)
             cost = 0.0
             for rounds, blocks in ((full, at_a_time), (1, -(-rest // limits.multiprocessors))):
                 if blocks:
                     cost += rounds * (_BEGIN + part_stages * stage * (_EXTRA + max(blocks * warps, _LEAST)))
             if parts > 1:
-                cost += _ADD + parts * (_PART + sums * _SUM)
+                cost += _CLUSTER if limits.cluster > 1 else _ADD + parts * (_PART + sums * _SUM)
             if best is None or cost < least:
                 best, least = FewShape(warps, parts, part_stages, stages, shared), cost
     assert best is not None

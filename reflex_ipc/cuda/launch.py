@@ -286,7 +286,7 @@ class Launch:
     one or a value out of range raises `DeviceError`. Structures and half floats are bytes of the parameter's size.
     """
 
-    __slots__ = ("_attributes", "_buffer", "_config", "_fire", "_pointers", "function")
+    __slots__ = ("_attributes", "_buffer", "_cluster", "_config", "_fire", "_pointers", "function")
 
     def __init__(
         self,
@@ -321,6 +321,7 @@ class Launch:
         for room, (number, words) in zip(self._attributes, attributes, strict=False):
             room.id = number
             room.value[: len(words)] = words
+        self._cluster = next((room for room in self._attributes if room.id == _CLUSTER), None)
         self._config = LaunchConfig(
             stream=stream.handle, attributes=ctypes.addressof(self._attributes), attribute_count=len(attributes)
         )
@@ -375,6 +376,18 @@ class Launch:
     @block.setter
     def block(self, block: "Shape") -> None:
         self._config.block_x, self._config.block_y, self._config.block_z = block
+
+    @property
+    def cluster(self) -> "Shape | None":
+        """Blocks of a cluster in x, y, z; only of a launch that was prepared with one."""
+        return None if self._cluster is None else (*self._cluster.value[:3],)
+
+    @cluster.setter
+    def cluster(self, cluster: "Shape | None") -> None:
+        if (cluster is None) != (self._cluster is None):
+            raise DeviceError(f"{self.function.name} is launched with a cluster always or never")
+        if cluster is not None and self._cluster is not None:
+            self._cluster.value[:3] = cluster
 
     @property
     def shared(self) -> int:

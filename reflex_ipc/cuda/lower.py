@@ -12,7 +12,7 @@ from reflex_ipc.cuda import families, linear
 from reflex_ipc.cuda.formats import FORMATS
 from reflex_ipc.cuda.memory import aligned
 from reflex_ipc.cuda.places import PAGE, CacheLayout, Places, Shape
-from reflex_ipc.cuda.products import Input, Limits, Matrix
+from reflex_ipc.cuda.products import Input, Matrix, limits_of
 from reflex_ipc.errors import UnsupportedModelError
 
 TYPE_CHECKING = False
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from reflex_ipc.cuda.device import Device, Stream
     from reflex_ipc.cuda.fuse import Group
     from reflex_ipc.cuda.launch import Kernels, Launch
+    from reflex_ipc.cuda.products import Call
     from reflex_ipc.ops import Value
     from reflex_ipc.plan import Plan
 
@@ -102,7 +103,7 @@ class Lowering:
         self.layout = CacheLayout(plan)
         self._exact = families.before_routers(plan)
         self.multiprocessors = device.attribute(device.MULTIPROCESSORS)
-        self.limits = Limits(self.multiprocessors, device.attribute(device.SHARED_PER_BLOCK))
+        self.limits = limits_of(device, kernels)
         self.is_dependent = self.is_passing = False
         self._last: dict[str, Launch] = {}
         self._blocks = 0
@@ -182,17 +183,27 @@ class Lowering:
         """How many rows a value has in a step."""
         return shape.n_rows if value.selected else shape.n_tokens
 
+    def call(self, call: "Call") -> "Launch":
+        """One launch of a product."""
+        return self.launch(call.kernel, call.grid, call.block[0], call.arguments, call.shared, call.cluster)
+
     def launch(
-        self, name: str, grid: "tuple[int, int, int]", block: int, arguments: "Sequence[Any]", shared: int = 0
+        self,
+        name: str,
+        grid: "tuple[int, int, int]",
+        block: int,
+        arguments: "Sequence[Any]",
+        shared: int = 0,
+        cluster: "tuple[int, int, int] | None" = None,
     ) -> "Launch":
         known = self._last.get(name) if self.is_passing else None
         if known is not None:
-            known.grid, known.block, known.shared = grid, (block, 1, 1), shared
+            known.grid, known.block, known.shared, known.cluster = grid, (block, 1, 1), shared, cluster
             for index, value in enumerate(arguments):
                 known.set(index, value)
             return known
         made = self.kernels.function(name).prepare(
-            grid, (block, 1, 1), arguments, self.stream, shared=shared, dependent=self.is_dependent
+            grid, (block, 1, 1), arguments, self.stream, shared=shared, dependent=self.is_dependent, cluster=cluster
         )
         if self.is_passing:
             self._last[name] = made
@@ -305,7 +316,7 @@ class Lowering:
         )
         exact = self._is_exact(products)
         for call in linear.linear(self.limits, entry, matrices, self.places.scratch, swiglu=swiglu, exact=exact):
-            yield self.launch(call.kernel, call.grid, call.block[0], call.arguments, call.shared)
+            yield self.call(call)
 
     # Rotation and attention
 

@@ -10,6 +10,11 @@ from typing import NamedTuple
 from reflex_ipc.cuda.formats import FLOATS
 from reflex_ipc.cuda.memory import aligned
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from reflex_ipc.cuda.device import Device
+    from reflex_ipc.cuda.launch import Kernels
+
 MAX_MATRICES = 4
 """Matrices a launch can take."""
 WARPS = 8
@@ -19,6 +24,8 @@ TILE = 128
 """Rows of x and of W that a block of gemm_half multiplies."""
 PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Parts of the columns that blocks of `few.cuh` may share out."""
+CLUSTER = 8
+"""Parts that a cluster adds up, at most: what every device with clusters takes."""
 SUMS = 16 << 20
 """Bytes of scratch for the sums of such parts at most,"""
 LEAST_SUMS = 1 << 20
@@ -39,6 +46,18 @@ class Limits(NamedTuple):
     multiprocessors: int
     shared_per_block: int
     """Bytes, opted in."""
+    cluster: int = 1
+    """Blocks that may read each other's shared memory, where kernels do (`kernels/copy.cuh`)."""
+
+
+def limits_of(device: "Device", kernels: "Kernels") -> Limits:
+    """Of an open device, for the kernels that were chosen for it."""
+    has_clusters = device.capability == (9, 0) and not kernels.is_ptx
+    return Limits(
+        device.attribute(device.MULTIPROCESSORS),
+        device.attribute(device.SHARED_PER_BLOCK),
+        CLUSTER if has_clusters else 1,
+    )
 
 
 class Matrix(NamedTuple):
@@ -86,6 +105,7 @@ class Call(NamedTuple):
     block: tuple[int, int, int]
     shared: int
     arguments: tuple[bytes]
+    cluster: tuple[int, int, int] | None = None
 
 
 class Room:

@@ -15,8 +15,8 @@ struct Copies {  // of a thread
     std::vector<Copied> open;
 };
 inline Copies &own_copies() {
-    static Copies all[1024];
-    Copies &own = all[threadIdx.x];
+    static Copies all[8][1024];
+    Copies &own = all[emulated_rank][threadIdx.x];
     if (own.block != emulated_block) own = {emulated_block};
     return own;
 }
@@ -55,9 +55,9 @@ struct Barrier {
     std::vector<Brought> copies;
 };
 inline Barrier &barrier_at(uint32_t at) {
-    static std::map<uint32_t, Barrier> all;
+    static std::map<std::pair<int, uint32_t>, Barrier> all;
     if (at % 8) refuse("a barrier's address is no multiple of 8");
-    return all[at];
+    return all[{emulated_rank, at}];
 }
 inline Barrier &begun(uint32_t at) {
     Barrier &barrier = barrier_at(at);
@@ -110,6 +110,17 @@ inline uint32_t sum_of_warp(uint32_t n) {
     uint32_t sum = 0;
     for (int lane = 0; lane < 32; lane++) sum += exchange(n, lane);
     return sum;
+}
+
+// --- clusters, where four warps multiply together ---------------------------------------------------------------------
+
+constexpr bool has_clusters = has_copy_engine;
+inline void cluster_barrier() { cluster_meets(); }
+inline float4 load_of_block(uint32_t address, uint32_t block) {
+    if (address % 16) refuse("an address that is no multiple of 16");
+    float4 v;
+    memcpy(&v, emulated_shared_of(block) + address, sizeof v);
+    return v;
 }
 
 }  // namespace reflex

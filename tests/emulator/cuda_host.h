@@ -49,12 +49,14 @@ inline float2 __half22float2(half2 x) { return {float(x.x), float(x.y)}; }
 #define CUDART_NAN_F NAN
 
 extern dim3_host threadIdx, blockIdx, blockDim, gridDim;
-extern unsigned char emulated_shared[];
-extern int emulated_block;  // a number of its own for every block that runs
+extern unsigned char *emulated_shared;  // of the block that runs,
+extern int emulated_block, emulated_rank;  // a number of its own, and which of its cluster it is
+unsigned char *emulated_shared_of(int rank);
 
 void __syncthreads();
 int __syncthreads_or(int predicate);
 void __syncwarp(unsigned = ~0u);
+void cluster_meets();
 void let_others_run();  // until this thread's turn comes again
 [[noreturn]] void refuse(const char *why);
 void *warp_slots();  // 32 places of 32 bytes of the running fiber's warp

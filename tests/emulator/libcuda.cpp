@@ -9,8 +9,11 @@
 #include <vector>
 
 dim3_host threadIdx, blockIdx, blockDim, gridDim;
-unsigned char emulated_shared[256 << 10] __attribute__((aligned(256)));
-int emulated_block;
+constexpr unsigned SHARED = 256 << 10, CLUSTER = 8;
+static unsigned char shared_of_blocks[CLUSTER][SHARED] __attribute__((aligned(256)));
+unsigned char *emulated_shared = shared_of_blocks[0];
+int emulated_block, emulated_rank;
+unsigned char *emulated_shared_of(int rank) { return shared_of_blocks[rank]; }
 std::map<std::string, std::pair<Emulated, int>> &emulated() {
     static std::map<std::string, std::pair<Emulated, int>> kernels;
     return kernels;
@@ -30,75 +33,94 @@ switch_fiber:
 )");
 
 namespace {
-struct Fiber { void *stack_pointer; char *stack; bool is_done; dim3_host index; int waits_for_block, waits_for_warp; };
+struct Fiber { void *stack_pointer; char *stack; bool is_done; dim3_host index; unsigned block, thread; };
+struct WarpState { int arrived, alive; int generation; unsigned char slots[32 * 32]; };
+struct Meeting { int arrived, alive, generation; };
+struct Block { dim3_host index; int number; Meeting meeting; std::vector<WarpState> warps; };
 constexpr size_t STACK = 64 << 10;
 std::vector<Fiber> fibers;
+std::vector<Block> blocks;  // of the cluster that runs; most are alone
+Meeting cluster;
 void *scheduler;
 int running;
 const std::function<void()> *body;
-struct WarpState { int arrived, alive; int generation; unsigned char slots[32 * 32]; };
-std::vector<WarpState> warps;
-int block_arrived, block_alive, block_generation;
 
+Block &own_block() { return blocks[fibers[running].block]; }
+WarpState &own_warp() { return own_block().warps[fibers[running].thread / 32]; }
+void turn_to(int fiber) {
+    running = fiber;
+    threadIdx = fibers[fiber].index;
+    emulated_rank = fibers[fiber].block;
+    blockIdx = own_block().index;
+    emulated_block = own_block().number;
+    emulated_shared = shared_of_blocks[emulated_rank];
+}
 void yield() {
     int me = running;
     switch_fiber(&fibers[me].stack_pointer, scheduler);
-    running = me;
-    threadIdx = fibers[me].index;
+    turn_to(me);
 }
-void release_warp(WarpState &w) { if (w.alive && w.arrived == w.alive) { w.arrived = 0; w.generation++; } }
-void release_block() { if (block_alive && block_arrived == block_alive) { block_arrived = 0; block_generation++; } }
+template <class M>
+void release(M &m) { if (m.alive && m.arrived == m.alive) { m.arrived = 0; m.generation++; } }
+template <class M>
+void meet(M &m) {
+    int generation = m.generation;
+    m.arrived++;
+    release(m);
+    while (m.generation == generation) yield();
+}
+template <class M>
+void leave(M &m) { m.alive--; release(m); }
 
 void fiber_main() {
     (*body)();
-    Fiber &f = fibers[running];
-    f.is_done = true;
-    WarpState &w = warps[running / 32];
-    w.alive--; block_alive--;
-    release_warp(w); release_block();
+    fibers[running].is_done = true;
+    leave(own_warp()); leave(own_block().meeting); leave(cluster);
     void *dead;
     switch_fiber(&dead, scheduler);
     abort();
 }
 
-void run_block(unsigned threads) {
-    if (fibers.size() < threads) {
+void run_cluster(std::vector<dim3_host> indices, unsigned threads) {
+    static int number;
+    unsigned count = threads * indices.size();
+    if (fibers.size() < count) {
         size_t old = fibers.size();
-        fibers.resize(threads);
-        for (size_t i = old; i < threads; i++)
+        fibers.resize(count);
+        for (size_t i = old; i < count; i++)
             fibers[i].stack = (char *)mmap(nullptr, STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     }
-    warps.assign((threads + 31) / 32, WarpState{});
-    block_arrived = block_generation = 0; block_alive = threads;
-    for (unsigned i = 0; i < threads; i++) {
+    blocks.clear();
+    for (dim3_host index : indices) {
+        memset(shared_of_blocks[blocks.size()], 0xff, SHARED);
+        blocks.push_back({index, ++number, {0, int(threads), 0}, std::vector<WarpState>((threads + 31) / 32)});
+    }
+    cluster = {0, int(count), 0};
+    for (unsigned i = 0; i < count; i++) {
         Fiber &f = fibers[i];
         void **top = (void **)(f.stack + STACK - 64);
         *--top = nullptr;
         *--top = (void *)fiber_main;
         for (int k = 0; k < 6; k++) *--top = nullptr;
         f.stack_pointer = top; f.is_done = false;
-        f.index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y};
-        warps[i / 32].alive++;
+        f.block = i / threads; f.thread = i % threads;
+        f.index = {f.thread % blockDim.x, f.thread / blockDim.x % blockDim.y, f.thread / blockDim.x / blockDim.y};
+        blocks[f.block].warps[f.thread / 32].alive++;
     }
     for (bool some = true; some;) {
         some = false;
-        for (unsigned i = 0; i < threads; i++)
+        for (unsigned i = 0; i < count; i++)
             if (!fibers[i].is_done) {
                 some = true;
-                running = i;
-                threadIdx = fibers[i].index;
+                turn_to(i);
                 switch_fiber(&scheduler, fibers[i].stack_pointer);
             }
     }
 }
 }  // namespace
 
-void __syncthreads() {
-    int generation = block_generation;
-    block_arrived++;
-    release_block();
-    while (block_generation == generation) yield();
-}
+void __syncthreads() { meet(own_block().meeting); }
+void cluster_meets() { meet(cluster); }
 int __syncthreads_or(int predicate) {
     static int some;
     __syncthreads();
@@ -109,24 +131,19 @@ int __syncthreads_or(int predicate) {
     some = 0;
     return found;
 }
-void __syncwarp(unsigned) {
-    WarpState &w = warps[running / 32];
-    int generation = w.generation;
-    w.arrived++;
-    release_warp(w);
-    while (w.generation == generation) yield();
-}
+void __syncwarp(unsigned) { meet(own_warp()); }
 void let_others_run() { yield(); }
 void refuse(const char *why) {
     fprintf(stderr, "the emulated device: %s\n", why);
     abort();
 }
-void *warp_slots() { return warps[running / 32].slots; }
+void *warp_slots() { return own_warp().slots; }
 
 // --- the driver -------------------------------------------------------------------------------------------------------
 
 struct Config { unsigned grid[3], block[3], shared; void *stream, *attributes; unsigned count; };
-struct Queued { Emulated f; Config config; std::vector<std::vector<unsigned char>> values; };
+struct Attribute { int id, unused; unsigned value[16]; };
+struct Queued { Emulated f; Config config; std::vector<std::vector<unsigned char>> values; unsigned deep; };
 static std::vector<Queued> *recording;
 
 static void launch(const Queued &q) {
@@ -136,13 +153,13 @@ static void launch(const Queued &q) {
     for (auto &v : q.values) pointers.push_back((void *)v.data());
     std::function<void()> work = [&] { q.f(pointers.data()); };
     body = &work;
-    for (unsigned z = 0; z < gridDim.z; z++)
+    unsigned deep = std::max(1u, q.deep);  // blocks of a cluster, one behind the other
+    for (unsigned z = 0; z < gridDim.z; z += deep)
         for (unsigned y = 0; y < gridDim.y; y++)
             for (unsigned x = 0; x < gridDim.x; x++) {
-                blockIdx = {x, y, z};
-                emulated_block++;
-                memset(emulated_shared, 0xff, sizeof emulated_shared);
-                run_block(blockDim.x * blockDim.y * blockDim.z);
+                std::vector<dim3_host> indices;
+                for (unsigned i = 0; i < deep; i++) indices.push_back({x, y, z + i});
+                run_cluster(indices, blockDim.x * blockDim.y * blockDim.z);
             }
 }
 
@@ -221,7 +238,13 @@ int cuFuncGetAttribute(int *v, int, void *) { *v = 0; return 0; }
 int cuFuncSetAttribute(void *, int, int) { return 0; }
 int cuLaunchKernelEx(const Config *c, void *f, void **p, void **) {
     auto &function = *(Function *)f;
-    Queued q{function.f, *c, {}};
+    Queued q{function.f, *c, {}, 1};
+    for (unsigned i = 0; i < c->count; i++) {
+        const Attribute &attribute = ((const Attribute *)c->attributes)[i];
+        if (attribute.id != 4) continue;  // a cluster
+        q.deep = attribute.value[2];
+        if (attribute.value[0] != 1 || attribute.value[1] != 1 || !q.deep || q.deep > CLUSTER || c->grid[2] % q.deep) return 1;
+    }
     for (size_t i = 0; i < function.sizes.size(); i++) q.values.emplace_back((unsigned char *)p[i], (unsigned char *)p[i] + function.sizes[i]);
     if (recording) recording->push_back(q); else launch(q);
     return 0;

@@ -9,8 +9,9 @@ import pytest
 
 from reflex_ipc.cuda import linear
 from reflex_ipc.cuda.experts import expert_linear, expert_scratch_bytes
+from reflex_ipc.cuda.few import FewShape, few, few_shapes
 from reflex_ipc.cuda.formats import FLOATS, FORMATS
-from reflex_ipc.cuda.products import Experts, Input, Limits, Matrix
+from reflex_ipc.cuda.products import Experts, Input, Limits, Matrix, limits_of
 from reflex_ipc.reference.dequant import dequantise
 
 cp = pytest.importorskip("cupy")
@@ -103,13 +104,15 @@ def gpu():
     with Device() as device:
         kernels = Kernels(device)
         stream = device.stream()
-        limits = Limits(device.attribute(device.MULTIPROCESSORS), device.attribute(device.SHARED_PER_BLOCK))
+        limits = limits_of(device, kernels)
 
         def run(calls):
             cp.cuda.Device().synchronize()
             for call in calls:
                 function = kernels.function(call.kernel)
-                function.prepare(call.grid, call.block, call.arguments, stream, shared=call.shared)()
+                function.prepare(
+                    call.grid, call.block, call.arguments, stream, shared=call.shared, cluster=call.cluster
+                )()
             device.synchronize()
 
         run.limits = limits
@@ -334,6 +337,35 @@ def test_any_number_of_blocks(gpu, name, n_multiprocessors):
     x, out = activations(1, n_in, rng), Out(1, n_out)
     multiply(gpu, x, [Matrix(name, weight, n_out, out.address, out.stride)], limits=Limits(n_multiprocessors, 99 << 10))
     assert error(out.rows(), *products(x, values(name, data, n_out, n_in))) < bound(name, 1)
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("parts", [2, 4, 8])
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q8_0", "F16"])
+def test_parts_of_the_columns(gpu, name, parts, swiglu):
+    """Added up by a cluster or through memory, in the same order: the same bits."""
+    rng = np.random.default_rng([parts, *name.encode()])
+    m, n_in, n_out = 40, 4096, 200
+    data = [random_weight(name, n_out, n_in, rng) for _ in range(2)]
+    kept = [on_device(each) for each in data]
+    x = activations(m, n_in, rng, spread=1)
+    source = Input(x.data.ptr, m, n_in, n_in)
+    found = []
+    for limits in dict.fromkeys((gpu.limits, gpu.limits._replace(cluster=1))):
+        outs = [Out(m, n_out) for _ in data]
+        matrices = [Matrix(name, at, n_out, o.address, o.stride) for (_, at), o in zip(kept, outs, strict=True)]
+        warps, _, stages, shared = few_shapes(limits, name, 40)[0]
+        shape = FewShape(warps, parts, n_in // FORMATS[name].few_columns // parts, stages, shared)
+        scratch = cp.full(linear.scratch_bytes(m, n_in, matrices, swiglu) + 256, 0xFF, cp.uint8)
+        gpu(few(limits, source, matrices, -(-scratch.data.ptr // 256) * 256, swiglu, 40, shape))
+        found.append(outs[0].rows())
+    expected, size = products(x, values(name, data[0], n_out, n_in))
+    if swiglu:
+        up, up_size = products(x, values(name, data[1], n_out, n_in))
+        silu = expected / (1 + cp.exp(-expected))
+        expected, size = silu * up, 1.1 * size * cp.abs(up) + cp.abs(silu) * up_size
+    assert error(found[0], expected, size) < bound(name, m)
+    assert bool((found[0] == found[-1]).all())
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_0", "F16"])

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from polling import Poll
 from tokenizer_oracles import Texts, library_tokenizer, unpack, with_pre, write_vocabulary
 
+from reflex_ipc import bpe
 from reflex_ipc.bpe import SYMBOLS
 from reflex_ipc.errors import CancelledError, InvalidRequestError, ModelFileError, UnsupportedModelError
 from reflex_ipc.gguf import GGUF
@@ -94,6 +95,19 @@ def test_ids_of_the_models_own_library(
     for _ in range(1000):
         text = texts.mixed()
         assert tokenizer.encode(text, bos=False) == library.encode(text).ids, ascii(text)
+
+
+@pytest.mark.parametrize("name", [*VOCABULARIES, "smollm2"])
+def test_pieces_merge_alike_with_and_without_a_heap(name: str, vocabulary: Path_) -> None:
+    """Real merges, and pieces of any bytes: words of the vocabulary, put together and cut off."""
+    tokenizer = Tokenizer.from_gguf(vocabulary(name))
+    tokenizer.prepare()
+    ranks, rng = tokenizer._pairs._ranks, random.Random(5)
+    texts = [tokenizer.token_bytes(rng.randrange(tokenizer.n_vocab)) for _ in range(2000)]
+    for _ in range(6000):
+        text = b"".join(rng.choices(texts, k=rng.randint(1, 12)))
+        symbols = [SYMBOLS[byte] for byte in text[rng.randrange(3) : rng.randrange(3, 80)]]
+        assert bpe._merge_short(symbols, ranks) == bpe._merge_long(symbols, ranks, None)
 
 
 def words(library: tokenizers.Tokenizer) -> tuple[str, ...]:

@@ -56,6 +56,8 @@ class Tokenizer:
     """
 
     __slots__ = (
+        "_firsts",
+        "_has_border",
         "_pairs",
         "_path",
         "_rules",
@@ -103,6 +105,8 @@ class Tokenizer:
         self.add_bos = self._read_add(file, "bos", self.bos, self._rules.add_bos)
         self.add_eos = self._read_add(file, "eos", self.eos, False)
         self._special = self._read_specials()
+        self._firsts = "".join({text[0] for text, _ in self._special})
+        self._has_border: bool | None = None  # whether a special token has a border inside, once that was asked
         self.eog = self._read_end(file)
         self._user_defined = [(text, id) for text, id in self._special if self._types[id] == _USER_DEFINED]
         self._splitter = Splitter(self._rules.rules)
@@ -117,7 +121,8 @@ class Tokenizer:
         """
         if bos and self.bos is None:
             raise InvalidRequestError(f"{self._path} names no BOS token (key 'tokenizer.ggml.bos_token_id')")
-        ids = self._encode([(text, self._special if special else self._user_defined)], Watch(poll))
+        specials = self._special if special else self._user_defined
+        ids = self._encode([(text, self._possible(text, specials))], Watch(poll))
         if self.bos is not None and (self.add_bos if bos is None else bos):
             ids.insert(0, self.bos)
         if self.eos is not None and self.add_eos and bos is None:
@@ -138,16 +143,18 @@ class Tokenizer:
         Control and user-defined tokens are recognised inside the parts that say True, and never across a border.
         Plain text on both sides of a border is one run of text.
         """
-        return self._encode([(text, self._special if special else ()) for text, special in parts], Watch(poll))
+        return self._encode(
+            [(text, self._possible(text, self._special) if special else ()) for text, special in parts], Watch(poll)
+        )
 
     def border(self, text: str) -> int:
         """The last place where a text may be cut so that its ids are those of the two parts, whatever follows; or 0.
 
         Neither a special token nor a piece has characters on both sides of it (`pretokenize.border`).
         """
-        if any(has_border(special) for special, _ in self._special):
-            return 0
-        return border(text)
+        if self._has_border is None:
+            self._has_border = has_border("\0".join([special for special, _ in self._special]))  # NUL makes no border
+        return 0 if self._has_border else border(text)
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """The text of the ids; bytes that are not UTF-8 become U+FFFD. Control tokens show if `special`."""
@@ -261,6 +268,10 @@ class Tokenizer:
             end.add(id)
         return frozenset(end)
 
+    def _possible(self, text: str, specials: _Specials) -> _Specials:
+        """The special tokens that a text may hold: none, without a character that one begins with."""
+        return specials if any(map(text.__contains__, self._firsts)) else ()
+
     def _encode(self, parts: Iterable[tuple[str, _Specials]], watch: Watch) -> list[int]:
         splitter, normalise = self._splitter, self._rules.nfc
         pieces: list[str | int] = []
@@ -322,6 +333,8 @@ def _runs(parts: Iterable[tuple[str, _Specials]], watch: Watch) -> Iterator[str 
 
 def _cuts(text: str, specials: _Specials, watch: Watch) -> list[tuple[int, int, int]]:
     """(start, end, id) of every special token in the text: the longest are placed first, each from left to right."""
+    if not specials:
+        return []
     cuts = []
     taken = bytearray(len(text))
     is_long = len(text) > _LONG_TEXT

@@ -190,7 +190,7 @@ def test_passes_spell_every_candidate(candidates: list[list[int]], limit: int) -
     context = [9, 8, 7]
     seen: set[tuple[int, int, bool]] = set()
     state = 1  # tokens of the context that the state already holds
-    for step, targets, places in scoring.passes(context, candidates, 5, state, limit):
+    for step, targets, places in scoring.passes(context, candidates, scoring.tree(candidates), 5, state, limit):
         assert list(step.rows) == sorted(set(step.rows)) and step.rows[0] >= 0
         assert len(step.tokens) <= max(limit, len(context) - state + 2 * 6)
         assert all(parent < i for i, parent in enumerate(step.parents))

@@ -30,12 +30,21 @@ _LONG_TEXT = 1 << 18  # characters; splitting so many takes some ten millisecond
 _SEGMENT = 1 << 16
 
 # Between the two characters that one of these finds a text may be cut: its pieces are those of the two parts. No rule
-# has a match that goes on from the first to the second; every rule has a match for the first; what begins at the second
-# does not depend on what is before it; and it composes with nothing. Left out is what some rule has no match for:
-# symbols, letters of other scripts.
+# has a match that goes on from the first to the second; every set of rules has a match for the first (what none matches
+# goes on); what begins at the second does not depend on what is before it; and it composes with nothing.
+# Left out is, before a space, what "deepseek-llm" or "deepseek-coder" have no match for: symbols, and letters of scripts
+# that are neither cased nor in their Asian range (Hebrew, Arabic). Before punctuation: marks, which most rules take for
+# punctuation, and so letters that NFC makes a letter and a mark of.
+_HAN = "\u4e00-\u9fa5"
+_KANA = "\u3041-\u3096\u30a1-\u30fa\u30fc-\u30fe"
+_LETTERS = (
+    "0-9A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u00ff\u0391-\u03a1\u03a3-\u03a9\u03b1-\u03c9\u0401\u0410-\u044f\u0451"
+    "\u0904-\u0939\u0e01-\u0e30\u0e32\u0e33\u0e40-\u0e46\uac00-\ud7a3" + _KANA + _HAN
+)
 _BORDER = (
-    r"[0-9A-Za-z!-#%-*,-/:;?@\[-\]_{}" + "\u0410-\u044f\uac00-\ud7a3](?= )"
-    "|[\u4e00-\u9fa5](?=[\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])"
+    rf"[{_LETTERS}](?=[\t-\r !-/:-@\[-`{{-~])"
+    rf"|[{_KANA}{_HAN}](?=[\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])"
+    r"|[!-#%-*,-/:;?@\[-\]_{}\u0900-\u097f\u0e01-\u0e3a\u0e3f-\u0e5b\u3099-\u30ff](?= )"
 )
 
 _Item = TypeVar("_Item")
@@ -164,17 +173,14 @@ class Splitter:
         return _cut(text, ends)
 
 
-def border(text: str) -> int:
-    """The last place where a text may be cut in two, whatever follows it: its pieces are those of the parts. Or 0."""
-    size = 64
-    while True:
-        start = max(0, len(text) - size)
-        last = 0
-        for match in re.compile(_BORDER).finditer(text, start):
-            last = match.end()
-        if last or not start:
-            return last
-        size *= 8
+def borders(text: str) -> Iterator[int]:
+    """Where a text may be cut in two, whatever follows it: its pieces are those of the parts. The last place first."""
+    end, size = len(text), 64
+    while end > 0:
+        start = max(0, end - size)
+        for match in reversed(list(re.compile(_BORDER).finditer(text, start, end + 1))):  # with what follows the last
+            yield match.end()
+        end, size = start, 8 * size
 
 
 def segments(text: str) -> Iterator[str]:
@@ -184,11 +190,6 @@ def segments(text: str) -> Iterator[str]:
         yield text[start : match.end()]
         start = match.end()
     yield text[start:] if start else text
-
-
-def has_border(text: str) -> bool:
-    """Whether there is a place in it where a text may be cut."""
-    return re.search(_BORDER, text) is not None
 
 
 def _watched(items: Iterable[_Item], watch: Watch | None) -> Iterator[_Item]:

@@ -6,6 +6,7 @@ Nothing here needs NumPy or a regular expression library, and ASCII text needs n
 """
 
 import codecs
+import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ from reflex_ipc.errors import (
     Watch,
 )
 from reflex_ipc.gguf import GGUF
-from reflex_ipc.pretokenize import PRE_TOKENIZERS, Splitter, border, has_border, nfc, segments
+from reflex_ipc.pretokenize import PRE_TOKENIZERS, Splitter, borders, nfc, segments
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ _END_KEYS = {  # what ends an answer by its key, or else by these texts
 
 _LONG_TEXT = 1 << 16  # characters; looking for a special token in so many takes some ten microseconds
 
+_BORDERS_TRIED = 64
+
 _Specials = Sequence[tuple[str, int]]
 
 
@@ -57,7 +60,6 @@ class Tokenizer:
 
     __slots__ = (
         "_firsts",
-        "_has_border",
         "_pairs",
         "_path",
         "_rules",
@@ -106,7 +108,6 @@ class Tokenizer:
         self.add_eos = self._read_add(file, "eos", self.eos, False)
         self._special = self._read_specials()
         self._firsts = "".join({text[0] for text, _ in self._special})
-        self._has_border: bool | None = None  # whether a special token has a border inside, once that was asked
         self.eog = self._read_end(file)
         self._user_defined = [(text, id) for text, id in self._special if self._types[id] == _USER_DEFINED]
         self._splitter = Splitter(self._rules.rules)
@@ -150,11 +151,24 @@ class Tokenizer:
     def border(self, text: str) -> int:
         """The last place where a text may be cut so that its ids are those of the two parts, whatever follows; or 0.
 
-        Neither a special token nor a piece has characters on both sides of it (`pretokenize.border`).
+        Neither a piece (`pretokenize.borders`) nor a special token has characters on both sides of it. It is 0 as well
+        behind very many special tokens.
         """
-        if self._has_border is None:
-            self._has_border = has_border("\0".join([special for special, _ in self._special]))  # NUL makes no border
-        return 0 if self._has_border else border(text)
+        places = itertools.islice(borders(text), _BORDERS_TRIED)
+        return next((at for at in places if not self._may_be_inside_special(text, at)), 0)
+
+    def _may_be_inside_special(self, text: str, at: int) -> bool:
+        """Whether a special token has characters on both sides of a place in a text, or may have, by what follows."""
+        longest = len(self._special[0][0].encode()) if self._special else 0
+        start = max(0, at - longest)
+        if not any(map(text[start:at].__contains__, self._firsts)):
+            return False
+        return any(
+            len(special) > at - first and special.startswith(text[first : first + len(special)])
+            for first in range(start, at)
+            if text[first] in self._firsts
+            for special, _ in self._special
+        )
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """The text of the ids; bytes that are not UTF-8 become U+FFFD. Control tokens show if `special`."""

@@ -8,7 +8,7 @@ tables of Unicode are not even imported for it.
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from reflex_ipc.errors import Watch
@@ -28,13 +28,14 @@ _ASCII = {
 _LONG_RUN = 1000
 _LONG_TEXT = 1 << 18  # characters; splitting so many takes some ten milliseconds
 _SEGMENT = 1 << 16
+_MARKS = 64  # in a row; more are looked through for no place to cut
 
 # Between the two characters that one of these finds a text may be cut: its pieces are those of the two parts. No rule
 # has a match that goes on from the first to the second; every set of rules has a match for the first (what none matches
 # goes on); what begins at the second does not depend on what is before it; and it composes with nothing.
-# Left out is, before a space, what "deepseek-llm" or "deepseek-coder" have no match for: symbols, and letters of scripts
-# that are neither cased nor in their Asian range (Hebrew, Arabic). Before punctuation: marks, which most rules take for
-# punctuation, and so letters that NFC makes a letter and a mark of.
+# Left out is, before a space, what "deepseek-llm" or "deepseek-coder" have no match for: symbols, and letters of
+# scripts that are neither cased nor in their Asian range (Hebrew, Arabic). Before punctuation: marks, which most rules
+# take for punctuation, and so letters that NFC makes a letter and a mark of.
 _HAN = "\u4e00-\u9fa5"
 _KANA = "\u3041-\u3096\u30a1-\u30fa\u30fc-\u30fe"
 _LETTERS = (
@@ -267,15 +268,38 @@ class _Shadow(dict[int, int]):
         return stand_in
 
 
-def nfc(text: str) -> str:
+def nfc(text: str, watch: Watch | None = None) -> str:
     """Normalisation form C as the models' own tokenizers compute it: that of Unicode 9.0, whatever the interpreter.
 
     Later versions of Unicode changed nothing for the characters of 9.0 (a promise of the standard) and only added
     others. Those are inert here, and what stands on their two sides does not interact; so the interpreter's own
     function gives the right answer for each run of characters that could be touched in 9.0.
+
+    `watch` is called now and then, if there is much to do.
     """
     if text.isascii():
         return text
+    if len(text) > _LONG_TEXT:
+        return "".join([_nfc(part, watch) for part in _watched(_normal_parts(text), watch)])
+    return _nfc(text, watch)
+
+
+def _normal_parts(text: str) -> Iterator[str]:
+    """A long text in parts that can be normalised each by itself, as far as it has a place to cut it now and then."""
+    from unicodedata import category
+
+    start = 0
+    for at in range(_SEGMENT, len(text), _SEGMENT):
+        for end in range(at, min(at + _MARKS, len(text))):
+            # All that composes with what is before it is a mark, or a vowel or final consonant of Hangul.
+            if category(text[end])[0] != "M" and not "\u1161" <= text[end] <= "\u11c2":
+                yield text[start:end]
+                start = end
+                break
+    yield text[start:]
+
+
+def _nfc(text: str, watch: Watch | None) -> str:
     import unicodedata
 
     if unicodedata.is_normalized("NFC", text):  # then every part of it is, in every version
@@ -283,14 +307,31 @@ def nfc(text: str) -> str:
     from reflex_ipc.unicode_tables import NORMALISED
 
     touched = "".join(rf"\U{first:08x}-\U{last:08x}" for first, last in _ranges(NORMALISED))
-    return re.sub(f"[{touched}]+", lambda run: _normalise(run[0]), text)
+    return re.sub(f"[{touched}]+", lambda run: _normalise(run[0], watch), text)
 
 
-def _normalise(run: str) -> str:
+def _normalise(run: str, watch: Watch | None) -> str:
     """The interpreter's NFC. It sorts marks by insertion, which takes minutes for a megabyte: hence in order."""
     from unicodedata import combining, normalize
 
     if len(run) > _LONG_RUN:
-        parts = itertools.groupby("".join(normalize("NFD", c) for c in run), lambda c: combining(c) > 0)
-        run = "".join("".join(sorted(part, key=combining) if marks else part) for marks, part in parts)
+        starts = _watched(range(0, len(run), _SEGMENT), watch)
+        apart = "".join(["".join(map(normalize, itertools.repeat("NFD"), run[at : at + _SEGMENT])) for at in starts])
+        parts = itertools.groupby(apart, lambda c: combining(c) > 0)
+        run = "".join([_in_order(part, combining, watch) if marks else "".join(part) for marks, part in parts])
     return normalize("NFC", run)
+
+
+def _in_order(marks: Iterator[str], combining: Callable[[str], int], watch: Watch | None) -> str:
+    """Sorted by combining class, those of one class as they were."""
+    some = sorted(itertools.islice(marks, _SEGMENT), key=combining)
+    if len(some) < _SEGMENT:
+        return "".join(some)
+    by_class: dict[int, list[str]] = {}
+    while some:
+        if watch is not None:
+            watch()
+        for kind, same in itertools.groupby(some, combining):
+            by_class.setdefault(kind, []).append("".join(same))
+        some = sorted(itertools.islice(marks, _SEGMENT), key=combining)
+    return "".join(["".join(by_class[kind]) for kind in sorted(by_class)])

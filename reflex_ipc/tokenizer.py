@@ -294,7 +294,7 @@ class Tokenizer:
                 pieces.append(run)
                 continue
             for text in segments(run):
-                pieces += splitter.split(nfc(text) if normalise else text, watch)
+                pieces += splitter.split(nfc(text, watch) if normalise else text, watch)
                 watch()
         lost = len(self._pairs.dropped)
         ids = self._pairs.encode(pieces, watch)

@@ -236,9 +236,15 @@ def composing(texts: Texts) -> str:
     return "".join(chr(choice(pool)) for pool in pools)
 
 
-@pytest.mark.parametrize("long_run", [1000, 1], ids=["short runs", "long runs"])
-def test_nfc_is_the_models_own(long_run: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("long_run", "segment"), [(1000, 1 << 16), (1, 1 << 16), (1, 2), (1000, 3)], ids=["whole", "runs", "both", "parts"]
+)
+def test_nfc_is_the_models_own(long_run: int, segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However a long text is taken apart."""
     monkeypatch.setattr(pretokenize, "_LONG_RUN", long_run)
+    monkeypatch.setattr(pretokenize, "_SEGMENT", segment)
+    monkeypatch.setattr(pretokenize, "_LONG_TEXT", 4 * segment)
+    monkeypatch.setattr(pretokenize, "_MARKS", 3)
     library = normalizers.NFC().normalize_str
     if library("x\u0898\u0334") != "x\u0898\u0334":
         pytest.skip("this release of tokenizers normalises by a later Unicode than the tables")

@@ -482,7 +482,10 @@ def test_no_border_is_inside_a_special_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek-llm"])
-@pytest.mark.parametrize("unit", ["ab", "!", "word, ", "\u4e00", "\u0e01\u0e32 ", "1x\u0301 "])
+@pytest.mark.parametrize(
+    "unit",
+    ["ab", "!", "word, ", "\u4e00", "\u0e01\u0e32 ", "1x\u0301 ", "e\u0301", "\u0323\u0301", "\u304b\u3099", "\u0958"],
+)
 def test_megabytes_end_when_they_are_told_to(name: str, unit: str, vocabulary: Path_) -> None:
     """Asked as often as every tenth of a second, for a second or as long as it takes."""
     tokenizer = Tokenizer.from_gguf(vocabulary(name))

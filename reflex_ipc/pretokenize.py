@@ -316,7 +316,7 @@ def _normalise(run: str, watch: Watch | None) -> str:
 
     if len(run) > _LONG_RUN:
         starts = _watched(range(0, len(run), _SEGMENT), watch)
-        apart = "".join(["".join(map(normalize, itertools.repeat("NFD"), run[at : at + _SEGMENT])) for at in starts])
+        apart = "".join(["".join([normalize("NFD", c) for c in run[at : at + _SEGMENT]]) for at in starts])
         parts = itertools.groupby(apart, lambda c: combining(c) > 0)
         run = "".join([_in_order(part, combining, watch) if marks else "".join(part) for marks, part in parts])
     return normalize("NFC", run)

@@ -168,7 +168,7 @@ def _texts(
     return Texts(candidates, before, prompt, wholes)
 
 
-def split(tokenizer: "Tokenizer", texts: Texts, *, end: bool) -> Split:
+def split(tokenizer: "Tokenizer", texts: Texts, *, end: bool, poll: "Poll | None" = None) -> Split:
     """Raises InvalidRequestError where a token is needed that the file does not name."""
     candidates, before, prompt, wholes = texts
     if end:
@@ -181,15 +181,21 @@ def split(tokenizer: "Tokenizer", texts: Texts, *, end: bool) -> Split:
     if n < 0:  # a candidate of no tokens of its own, whose bytes the vocabulary lacks
         before, prompt, wholes = before[:-1], [before[-1], *prompt], [[before[-1], *whole] for whole in wholes]
         n = border(prompt, wholes)
+    watch = Watch(poll)
+    n_bytes: dict[int, int] = {}  # of the tokens so far
+    tails = []
+    for text, whole in zip(candidates, wholes, strict=True):
+        watch()
+        tokens = tuple(whole[n:])
+        for token in set(tokens).difference(n_bytes):
+            n_bytes[token] = len(tokenizer.token_bytes(token))
+        tails.append(Tail(text, tokens, sum(map(n_bytes.__getitem__, tokens))))
     context = [*before, *prompt[:n]]
     if not context and neutral is None:
         raise InvalidRequestError(_NO_NEUTRAL)
     return Split(
         context if context or neutral is None else [neutral],
-        [
-            Tail(text, tuple(whole[n:]), sum(len(tokenizer.token_bytes(token)) for token in whole[n:]))
-            for text, whole in zip(candidates, wholes, strict=True)
-        ],
+        tails,
         len(prompt) - n,
         neutral,
     )
@@ -421,6 +427,7 @@ class Scoring:
             chunk = context[executor.n_past : executor.n_past + n]
             executor.forward(Step.text(chunk, executor.n_past, []), self._poll)
         n_passes = 0
+        watch = Watch(self._poll)
         found = [
             Scored(tail, [0.0] * len(tail.tokens), None if self._neutral is None else [0.0] * len(tail.tokens))
             for tail in tails
@@ -429,6 +436,7 @@ class Scoring:
         steps = passes(context, tokens, self._tree, self._neutral, executor.n_past, limit, self._poll)
         for step, targets, places in steps:
             for row, row_places in zip(executor.score(step, targets, self._poll), places, strict=True):
+                watch()
                 for value, wanted in zip(row, row_places, strict=True):
                     for candidate, at, is_neutral in wanted:
                         item = found[candidate]

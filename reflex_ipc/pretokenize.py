@@ -34,8 +34,8 @@ _MARKS = 64  # in a row; more are looked through for no place to cut
 # has a match that goes on from the first to the second; every set of rules has a match for the first (what none matches
 # goes on); what begins at the second does not depend on what is before it; and it composes with nothing.
 # Left out is, before a space, what "deepseek-llm" or "deepseek-coder" have no match for: symbols, and letters of
-# scripts that are neither cased nor in their Asian range (Hebrew, Arabic). Before punctuation: marks, which most rules
-# take for punctuation, and so letters that NFC makes a letter and a mark of.
+# scripts that are neither cased nor in their Asian range (as Hebrew, Arabic). Before punctuation: marks, which most
+# rules take for punctuation, and so letters that NFC makes a letter and a mark of.
 _HAN = "\u4e00-\u9fa5"
 _KANA = "\u3041-\u3096\u30a1-\u30fa\u30fc-\u30fe"
 _LETTERS = (
@@ -44,6 +44,7 @@ _LETTERS = (
 )
 _BORDER = (
     rf"[{_LETTERS}](?=[\t-\r !-/:-@\[-`{{-~])"
+    r"|[\u05d0-\u05ea\u0620-\u064a](?=[\n\r!-/:-@\[-`{-~])"
     rf"|[{_KANA}{_HAN}](?=[\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])"
     r"|[!-#%-*,-/:;?@\[-\]_{}\u0900-\u097f\u0e01-\u0e3a\u0e3f-\u0e5b\u3099-\u30ff](?= )"
 )

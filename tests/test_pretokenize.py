@@ -73,6 +73,9 @@ AT_BORDERS = [
     "\u30a2=",
     "\u3099 ",
     "\u9fa5\r",
+    "\u05d0.",
+    "\u0627!",
+    "\u064a\n",
 ]
 
 
@@ -119,6 +122,8 @@ def test_borders_come_from_the_last_to_the_first_and_may_be_far_apart() -> None:
         "\u540d\u524d\u306f\u306a\u3093\u3067\u3059\u304b\uff1f\u3042\u308a\u304c\u3068\u3046",
         "\u0928\u092e\u0938\u094d\u0924\u0947 \u0926\u0941\u0928\u093f\u092f\u093e",
         "\u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35 \u0e0a\u0e32\u0e27\u0e42\u0e25\u0e01",
+        "\u05e9\u05dc\u05d5\u05dd \u05e2\u05d5\u05dc\u05dd. \u05e9\u05dc\u05d5\u05dd",
+        "\u0645\u0631\u062d\u0628\u0627 \u0628\u0643. \u0646\u0639\u0645 \u0644\u0627",
         "for(i=0;i<n;i++)a[i]=f(b[i]);",
         "def\tf(x):\n\treturn\tx",
     ],

@@ -164,7 +164,7 @@ def main() -> int:
                         swept += ({"model": model} | each for each in made.sweep(what, n))
             made.close()
     given.out.mkdir(parents=True, exist_ok=True)
-    measure.save(given.out / "experts.json", measure.document("experts", {"rows": rows, "shapes": swept}))
+    measure.save(given.out / "experts.json", measure.document("experts_layer", {"rows": rows, "shapes": swept}))
     for each in swept:
         print("{model:<17}{what:<9}{type:<5}{n:>5} tokens  {warps:>2} warps, {width} slots {us:9.1f}".format(**each))
     print(f"{'µs a layer':<29}" + "".join(f"{how:>10}" for how in ways) + f"{'GB/s':>8}")

@@ -44,7 +44,10 @@ class Executor(Protocol):
         """Make room for a sequence of `n_tokens`, at most `n_ctx`. Raises OutOfMemoryError with the sum."""
 
     def forward(self, step: Step, poll: "Poll | None" = None) -> None:
-        """Run a step. The logits of its rows stay with the executor until the next one."""
+        """Run a step. The logits of its rows stay with the executor until the next one.
+
+        `poll` is asked before anything is done, and inside a step that takes long: `score` likewise.
+        """
 
     def logits(self) -> "npt.NDArray[np.float32]":
         """(rows of the last step, n_vocab), on the host."""

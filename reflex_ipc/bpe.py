@@ -20,6 +20,7 @@ _NEAR = 256  # tokens looked at from where one is likely
 _CACHED_PIECES = 1 << 16
 _BETWEEN_LOOKS = 4096  # merges; a few milliseconds
 _AT_ONCE = 8192  # pieces; some ten milliseconds if all are new
+_SHORT = 64  # symbols; from about here on a heap of the pairs is faster than looking at all of them
 _LONG = 1 << 16  # symbols; what is done to so many takes some ten milliseconds
 _CACHED_LENGTH = 64  # characters; longer pieces do not come back
 
@@ -44,7 +45,30 @@ BYTES = {letter: byte for byte, letter in enumerate(LETTERS)}
 def merge(symbols: Sequence[bytes], ranks: Mapping[bytes, int], watch: Watch | None = None) -> list[bytes]:
     """Merges the neighbouring pair of lowest rank, the leftmost of equals, until no pair has a rank.
 
-    Keeps the pairs in a heap, so n symbols cost O(n log n): a piece can be as long as the text, if that is one word.
+    `watch` is called now and then, if there is much to do.
+    """
+    return _merge_short(symbols, ranks) if len(symbols) <= _SHORT else _merge_long(symbols, ranks, watch)
+
+
+def _merge_short(symbols: Sequence[bytes], ranks: Mapping[bytes, int]) -> list[bytes]:
+    """As the definition has it. Looking through all pairs for the lowest takes the square of the length, but little."""
+    rank = ranks.get
+    merged = list(symbols)
+    pairs = [rank(a + b" " + b, _NO_RANK) for a, b in pairwise(merged)]  # of each symbol with the next
+    while pairs and (lowest := min(pairs)) != _NO_RANK:
+        i = pairs.index(lowest)
+        del pairs[i]
+        merged[i] = symbol = merged[i] + merged.pop(i + 1)
+        if i < len(pairs):
+            pairs[i] = rank(symbol + b" " + merged[i + 1], _NO_RANK)
+        if i > 0:
+            pairs[i - 1] = rank(merged[i - 1] + b" " + symbol, _NO_RANK)
+    return merged
+
+
+def _merge_long(symbols: Sequence[bytes], ranks: Mapping[bytes, int], watch: Watch | None) -> list[bytes]:
+    """With the pairs in a heap, so n symbols cost O(n log n): a piece can be as long as the text, if that is one word.
+
     `watch` is called once, and again while that goes on.
     """
     n = len(symbols)

@@ -259,7 +259,7 @@ class Engine:
         else:
             parts = self.template.render(list(prompt), arguments=chosen.arguments).parts
             texts = scoring.of_parts(self.tokenizer, parts, candidates, chosen.join, self.n_ctx, poll)
-        split = scoring.split(self.tokenizer, texts, end=chosen.end)
+        split = scoring.split(self.tokenizer, texts, end=chosen.end, poll=poll)
         stamp("tokens")
         longest = len(split.context) + max(len(tail.tokens) for tail in split.tails) - 1
         if longest > self.n_ctx:

@@ -102,7 +102,6 @@ class Generation:
 
     def _prefill(self, ids: Sequence[int]) -> None:
         for start in range(0, len(ids), PREFILL_CHUNK):
-            go_on(self._poll)
             chunk = ids[start : start + PREFILL_CHUNK]
             last = start + len(chunk) == len(ids)
             self._executor.forward(Step.text(chunk, start, [len(chunk) - 1] if last else []), self._poll)
@@ -120,7 +119,6 @@ class Generation:
 
         yield token(0, None, ())
         for start in range(0, len(ids), PROMPT_ROWS):
-            go_on(self._poll)
             chunk = ids[start : start + PROMPT_ROWS]
             self._executor.forward(Step.text(chunk, start, range(len(chunk))), self._poll)
             for at, logits in enumerate(self._executor.logits(), start + 1):

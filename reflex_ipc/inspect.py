@@ -78,9 +78,9 @@ def _on_device(gguf: GGUF, plan: Plan, n_ctx: int) -> dict[str, Any] | None:
     """The same for a CUDA device, None for a model that runs on the CPU only: the file's own bytes, a half-precision
     cache in pages, recurrent states twice."""
     from reflex_ipc.cuda import lower
-    from reflex_ipc.cuda.buffers import Columns
     from reflex_ipc.cuda.fuse import fused
-    from reflex_ipc.cuda.places import PAGE, CacheLayout
+    from reflex_ipc.cuda.places import PAGE, CacheLayout, Columns
+    from reflex_ipc.cuda.room import working_space
     from reflex_ipc.cuda.weights import Weights
     from reflex_ipc.errors import UnsupportedModelError
 
@@ -92,7 +92,7 @@ def _on_device(gguf: GGUF, plan: Plan, n_ctx: int) -> dict[str, Any] | None:
     _, fixed = plan.state_elements()
     weights = Weights(gguf, plan).size
     cache = layout.pages(n_ctx) * layout.page_bytes + 2 * 4 * fixed
-    scratch = 4 * (min(n_ctx, PREFILL_CHUNK) * columns.width + columns.selected_width) + (64 << 20)
+    scratch = working_space(columns, min(n_ctx, PREFILL_CHUNK))
     return {
         "backend": "cuda",
         "context": n_ctx,

@@ -8,7 +8,7 @@ tables of Unicode are not even imported for it.
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from reflex_ipc.errors import Watch
@@ -28,14 +28,25 @@ _ASCII = {
 _LONG_RUN = 1000
 _LONG_TEXT = 1 << 18  # characters; splitting so many takes some ten milliseconds
 _SEGMENT = 1 << 16
+_MARKS = 64  # in a row; more are looked through for no place to cut
 
 # Between the two characters that one of these finds a text may be cut: its pieces are those of the two parts. No rule
-# has a match that goes on from the first to the second; every rule has a match for the first; what begins at the second
-# does not depend on what is before it; and it composes with nothing. Left out is what some rule has no match for:
-# symbols, letters of other scripts.
+# has a match that goes on from the first to the second; every set of rules has a match for the first (what none matches
+# goes on); what begins at the second does not depend on what is before it; and it composes with nothing.
+# Left out is, before a space, what "deepseek-llm" or "deepseek-coder" have no match for: symbols, and letters of
+# scripts that are neither cased nor in their Asian range (as Hebrew, Arabic). Before punctuation: marks, which most
+# rules take for punctuation, and so letters that NFC makes a letter and a mark of.
+_HAN = "\u4e00-\u9fa5"
+_KANA = "\u3041-\u3096\u30a1-\u30fa\u30fc-\u30fe"
+_LETTERS = (
+    "0-9A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u00ff\u0391-\u03a1\u03a3-\u03a9\u03b1-\u03c9\u0401\u0410-\u044f\u0451"
+    "\u0904-\u0939\u0e01-\u0e30\u0e32\u0e33\u0e40-\u0e46\uac00-\ud7a3" + _KANA + _HAN
+)
 _BORDER = (
-    r"[0-9A-Za-z!-#%-*,-/:;?@\[-\]_{}" + "\u0410-\u044f\uac00-\ud7a3](?= )"
-    "|[\u4e00-\u9fa5](?=[\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])"
+    rf"[{_LETTERS}](?=[\t-\r !-/:-@\[-`{{-~])"
+    r"|[\u05d0-\u05ea\u0620-\u064a](?=[\n\r!-/:-@\[-`{-~])"
+    rf"|[{_KANA}{_HAN}](?=[\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])"
+    r"|[!-#%-*,-/:;?@\[-\]_{}\u0900-\u097f\u0e01-\u0e3a\u0e3f-\u0e5b\u3099-\u30ff](?= )"
 )
 
 _Item = TypeVar("_Item")
@@ -164,17 +175,14 @@ class Splitter:
         return _cut(text, ends)
 
 
-def border(text: str) -> int:
-    """The last place where a text may be cut in two, whatever follows it: its pieces are those of the parts. Or 0."""
-    size = 64
-    while True:
-        start = max(0, len(text) - size)
-        last = 0
-        for match in re.compile(_BORDER).finditer(text, start):
-            last = match.end()
-        if last or not start:
-            return last
-        size *= 8
+def borders(text: str) -> Iterator[int]:
+    """Where a text may be cut in two, whatever follows it: its pieces are those of the parts. The last place first."""
+    end, size = len(text), 64
+    while end > 0:
+        start = max(0, end - size)
+        for match in reversed(list(re.compile(_BORDER).finditer(text, start, end + 1))):  # with what follows the last
+            yield match.end()
+        end, size = start, 8 * size
 
 
 def segments(text: str) -> Iterator[str]:
@@ -184,11 +192,6 @@ def segments(text: str) -> Iterator[str]:
         yield text[start : match.end()]
         start = match.end()
     yield text[start:] if start else text
-
-
-def has_border(text: str) -> bool:
-    """Whether there is a place in it where a text may be cut."""
-    return re.search(_BORDER, text) is not None
 
 
 def _watched(items: Iterable[_Item], watch: Watch | None) -> Iterator[_Item]:
@@ -266,15 +269,38 @@ class _Shadow(dict[int, int]):
         return stand_in
 
 
-def nfc(text: str) -> str:
+def nfc(text: str, watch: Watch | None = None) -> str:
     """Normalisation form C as the models' own tokenizers compute it: that of Unicode 9.0, whatever the interpreter.
 
     Later versions of Unicode changed nothing for the characters of 9.0 (a promise of the standard) and only added
     others. Those are inert here, and what stands on their two sides does not interact; so the interpreter's own
     function gives the right answer for each run of characters that could be touched in 9.0.
+
+    `watch` is called now and then, if there is much to do.
     """
     if text.isascii():
         return text
+    if len(text) > _LONG_TEXT:
+        return "".join([_nfc(part, watch) for part in _watched(_normal_parts(text), watch)])
+    return _nfc(text, watch)
+
+
+def _normal_parts(text: str) -> Iterator[str]:
+    """A long text in parts that can be normalised each by itself, as far as it has a place to cut it now and then."""
+    from unicodedata import category
+
+    start = 0
+    for at in range(_SEGMENT, len(text), _SEGMENT):
+        for end in range(at, min(at + _MARKS, len(text))):
+            # All that composes with what is before it is a mark, or a vowel or final consonant of Hangul.
+            if category(text[end])[0] != "M" and not "\u1161" <= text[end] <= "\u11c2":
+                yield text[start:end]
+                start = end
+                break
+    yield text[start:]
+
+
+def _nfc(text: str, watch: Watch | None) -> str:
     import unicodedata
 
     if unicodedata.is_normalized("NFC", text):  # then every part of it is, in every version
@@ -282,14 +308,31 @@ def nfc(text: str) -> str:
     from reflex_ipc.unicode_tables import NORMALISED
 
     touched = "".join(rf"\U{first:08x}-\U{last:08x}" for first, last in _ranges(NORMALISED))
-    return re.sub(f"[{touched}]+", lambda run: _normalise(run[0]), text)
+    return re.sub(f"[{touched}]+", lambda run: _normalise(run[0], watch), text)
 
 
-def _normalise(run: str) -> str:
+def _normalise(run: str, watch: Watch | None) -> str:
     """The interpreter's NFC. It sorts marks by insertion, which takes minutes for a megabyte: hence in order."""
     from unicodedata import combining, normalize
 
     if len(run) > _LONG_RUN:
-        parts = itertools.groupby("".join(normalize("NFD", c) for c in run), lambda c: combining(c) > 0)
-        run = "".join("".join(sorted(part, key=combining) if marks else part) for marks, part in parts)
+        starts = _watched(range(0, len(run), _SEGMENT), watch)
+        apart = "".join(["".join([normalize("NFD", c) for c in run[at : at + _SEGMENT]]) for at in starts])
+        parts = itertools.groupby(apart, lambda c: combining(c) > 0)
+        run = "".join([_in_order(part, combining, watch) if marks else "".join(part) for marks, part in parts])
     return normalize("NFC", run)
+
+
+def _in_order(marks: Iterator[str], combining: Callable[[str], int], watch: Watch | None) -> str:
+    """Sorted by combining class, those of one class as they were."""
+    some = sorted(itertools.islice(marks, _SEGMENT), key=combining)
+    if len(some) < _SEGMENT:
+        return "".join(some)
+    by_class: dict[int, list[str]] = {}
+    while some:
+        if watch is not None:
+            watch()
+        for kind, same in itertools.groupby(some, combining):
+            by_class.setdefault(kind, []).append("".join(same))
+        some = sorted(itertools.islice(marks, _SEGMENT), key=combining)
+    return "".join(["".join(by_class[kind]) for kind in sorted(by_class)])

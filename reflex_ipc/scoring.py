@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from reflex_ipc.errors import ContextOverflowError, InvalidRequestError, Watch, go_on
+from reflex_ipc.errors import ContextOverflowError, InvalidRequestError, Watch
 from reflex_ipc.plan import PARENT_NONE, PARENT_STATE, PREFILL_CHUNK, Step
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _texts(
     return Texts(candidates, before, prompt, wholes)
 
 
-def split(tokenizer: "Tokenizer", texts: Texts, *, end: bool) -> Split:
+def split(tokenizer: "Tokenizer", texts: Texts, *, end: bool, poll: "Poll | None" = None) -> Split:
     """Raises InvalidRequestError where a token is needed that the file does not name."""
     candidates, before, prompt, wholes = texts
     if end:
@@ -181,15 +181,21 @@ def split(tokenizer: "Tokenizer", texts: Texts, *, end: bool) -> Split:
     if n < 0:  # a candidate of no tokens of its own, whose bytes the vocabulary lacks
         before, prompt, wholes = before[:-1], [before[-1], *prompt], [[before[-1], *whole] for whole in wholes]
         n = border(prompt, wholes)
+    watch = Watch(poll)
+    n_bytes: dict[int, int] = {}  # of the tokens so far
+    tails = []
+    for text, whole in zip(candidates, wholes, strict=True):
+        watch()
+        tokens = tuple(whole[n:])
+        for token in set(tokens).difference(n_bytes):
+            n_bytes[token] = len(tokenizer.token_bytes(token))
+        tails.append(Tail(text, tokens, sum(map(n_bytes.__getitem__, tokens))))
     context = [*before, *prompt[:n]]
     if not context and neutral is None:
         raise InvalidRequestError(_NO_NEUTRAL)
     return Split(
         context if context or neutral is None else [neutral],
-        [
-            Tail(text, tuple(whole[n:]), sum(len(tokenizer.token_bytes(token)) for token in whole[n:]))
-            for text, whole in zip(candidates, wholes, strict=True)
-        ],
+        tails,
         len(prompt) - n,
         neutral,
     )
@@ -260,12 +266,15 @@ class Pass(NamedTuple):
 def passes(
     context: Sequence[int],
     candidates: Sequence[Sequence[int]],
+    whole: Tree,
     neutral: int | None,
     n_past: int,
     limit: int,
     poll: "Poll | None" = None,
 ) -> Iterator[Pass]:
-    """The steps that score `candidates` after `context`, of at most `limit` tokens where that is possible.
+    """The steps that score `candidates`, whose tree is `whole`, after `context`.
+
+    None has more than `limit` tokens where that is possible.
 
     The state holds the context's first `n_past` tokens, not all, and all of them after the first step, which answers
     for every candidate's first token. `neutral`, if given, is a token that begins a second root, below which the same
@@ -273,9 +282,18 @@ def passes(
     """
     rest = list(context[n_past:])
     firsts = [(i, ids[0]) for i, ids in enumerate(candidates)]
+    if len(rest) + tree_tokens(whole, neutral) <= limit:
+        yield _pass(rest, firsts, len(context), list(enumerate(candidates)), whole, neutral, poll)
+        return
     for group in _groups(candidates, len(rest), neutral is not None, limit):
-        yield _pass(rest, firsts, len(context), [(i, candidates[i]) for i in group], neutral, poll)
+        some = [(i, candidates[i]) for i in group]
+        yield _pass(rest, firsts, len(context), some, tree([ids for _, ids in some], poll), neutral, poll)
         rest, firsts = [], []
+
+
+def tree_tokens(nodes: Tree, neutral: int | None) -> int:
+    """Tokens of a step behind the context: the tree, or with a neutral token that and the tree twice."""
+    return len(nodes.tokens) if neutral is None else 1 + 2 * len(nodes.tokens)
 
 
 def _groups(candidates: Sequence[Sequence[int]], first: int, twice: bool, limit: int) -> Iterator[list[int]]:
@@ -311,12 +329,12 @@ def _pass(
     firsts: Sequence[tuple[int, int]],
     n_context: int,
     candidates: Sequence[tuple[int, Sequence[int]]],
+    nodes: Tree,
     neutral: int | None,
     poll: "Poll | None",
 ) -> Pass:
-    """`rest` of the context, whose last token answers for `firsts`, (candidate, first token); then the tree, once or
-    twice."""
-    nodes = tree([ids for _, ids in candidates], poll)
+    """`rest` of the context, whose last token answers for `firsts`, (candidate, first token); then the tree `nodes` of
+    the candidates, once or twice."""
     watch = Watch(poll)
     tokens = list(rest)
     positions = list(range(n_context - len(rest), n_context))
@@ -380,10 +398,10 @@ class Scoring:
     def __init__(self, executor: Executor, split: Split, options: Options, poll: "Poll | None" = None) -> None:
         tokens = [tail.tokens for tail in split.tails]
         _check_scored(sum(map(len, tokens)))
-        n_tree = len(tree(tokens, poll).tokens)
-        if n_tree > MAX_TREE:
+        nodes = tree(tokens, poll)
+        if len(nodes.tokens) > MAX_TREE:
             raise InvalidRequestError(
-                f"the candidates have {n_tree} tokens together; at most {MAX_TREE} are scored", "candidates"
+                f"the candidates have {len(nodes.tokens)} tokens together; at most {MAX_TREE} are scored", "candidates"
             )
         if options.normalize == "pmi" and split.neutral is None:
             raise InvalidRequestError(_NO_NEUTRAL, "normalize")
@@ -391,7 +409,7 @@ class Scoring:
         self.total_ms = 0.0
         self._executor = executor
         self._split = split
-        self._n_tree = n_tree
+        self._tree = nodes
         self._options = options
         self._neutral = split.neutral if options.normalize == "pmi" else None
         self._poll = poll
@@ -400,25 +418,25 @@ class Scoring:
         """Raises CancelledError or DeadlineError where `poll` says so."""
         began = time.perf_counter()
         executor, context, tails = self._executor, self._split.context, self._split.tails
-        n_tree = self._n_tree if self._neutral is None else 1 + 2 * self._n_tree
-        n_step = min(len(context), LONGEST_TOGETHER) + n_tree
+        n_step = min(len(context), LONGEST_TOGETHER) + tree_tokens(self._tree, self._neutral)
         limit = executor.step_limit(len(context), n_step)
         # The end of the context and the candidates are one step. What goes ahead is no pass of its own: none of its
         # tokens is computed twice.
         while len(context) - executor.n_past > min(limit, LONGEST_TOGETHER):
-            go_on(self._poll)
             n = min(PREFILL_CHUNK, len(context) - executor.n_past - 1)
             chunk = context[executor.n_past : executor.n_past + n]
             executor.forward(Step.text(chunk, executor.n_past, []), self._poll)
         n_passes = 0
+        watch = Watch(self._poll)
         found = [
             Scored(tail, [0.0] * len(tail.tokens), None if self._neutral is None else [0.0] * len(tail.tokens))
             for tail in tails
         ]
         tokens = [tail.tokens for tail in tails]
-        for step, targets, places in passes(context, tokens, self._neutral, executor.n_past, limit, self._poll):
-            go_on(self._poll)
+        steps = passes(context, tokens, self._tree, self._neutral, executor.n_past, limit, self._poll)
+        for step, targets, places in steps:
             for row, row_places in zip(executor.score(step, targets, self._poll), places, strict=True):
+                watch()
                 for value, wanted in zip(row, row_places, strict=True):
                     for candidate, at, is_neutral in wanted:
                         item = found[candidate]

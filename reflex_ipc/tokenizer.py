@@ -6,6 +6,7 @@ Nothing here needs NumPy or a regular expression library, and ASCII text needs n
 """
 
 import codecs
+import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ from reflex_ipc.errors import (
     Watch,
 )
 from reflex_ipc.gguf import GGUF
-from reflex_ipc.pretokenize import PRE_TOKENIZERS, Splitter, border, has_border, nfc, segments
+from reflex_ipc.pretokenize import PRE_TOKENIZERS, Splitter, borders, nfc, segments
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ _END_KEYS = {  # what ends an answer by its key, or else by these texts
 
 _LONG_TEXT = 1 << 16  # characters; looking for a special token in so many takes some ten microseconds
 
+_BORDERS_TRIED = 64
+
 _Specials = Sequence[tuple[str, int]]
 
 
@@ -56,6 +59,7 @@ class Tokenizer:
     """
 
     __slots__ = (
+        "_firsts",
         "_pairs",
         "_path",
         "_rules",
@@ -103,6 +107,7 @@ class Tokenizer:
         self.add_bos = self._read_add(file, "bos", self.bos, self._rules.add_bos)
         self.add_eos = self._read_add(file, "eos", self.eos, False)
         self._special = self._read_specials()
+        self._firsts = "".join({text[0] for text, _ in self._special})
         self.eog = self._read_end(file)
         self._user_defined = [(text, id) for text, id in self._special if self._types[id] == _USER_DEFINED]
         self._splitter = Splitter(self._rules.rules)
@@ -117,7 +122,8 @@ class Tokenizer:
         """
         if bos and self.bos is None:
             raise InvalidRequestError(f"{self._path} names no BOS token (key 'tokenizer.ggml.bos_token_id')")
-        ids = self._encode([(text, self._special if special else self._user_defined)], Watch(poll))
+        specials = self._special if special else self._user_defined
+        ids = self._encode([(text, self._possible(text, specials))], Watch(poll))
         if self.bos is not None and (self.add_bos if bos is None else bos):
             ids.insert(0, self.bos)
         if self.eos is not None and self.add_eos and bos is None:
@@ -138,16 +144,31 @@ class Tokenizer:
         Control and user-defined tokens are recognised inside the parts that say True, and never across a border.
         Plain text on both sides of a border is one run of text.
         """
-        return self._encode([(text, self._special if special else ()) for text, special in parts], Watch(poll))
+        return self._encode(
+            [(text, self._possible(text, self._special) if special else ()) for text, special in parts], Watch(poll)
+        )
 
     def border(self, text: str) -> int:
         """The last place where a text may be cut so that its ids are those of the two parts, whatever follows; or 0.
 
-        Neither a special token nor a piece has characters on both sides of it (`pretokenize.border`).
+        Neither a piece (`pretokenize.borders`) nor a special token has characters on both sides of it. It is 0 as well
+        behind very many special tokens.
         """
-        if any(has_border(special) for special, _ in self._special):
-            return 0
-        return border(text)
+        places = itertools.islice(borders(text), _BORDERS_TRIED)
+        return next((at for at in places if not self._may_be_inside_special(text, at)), 0)
+
+    def _may_be_inside_special(self, text: str, at: int) -> bool:
+        """Whether a special token has characters on both sides of a place in a text, or may have, by what follows."""
+        longest = len(self._special[0][0].encode()) if self._special else 0
+        start = max(0, at - longest)
+        if not any(map(text[start:at].__contains__, self._firsts)):
+            return False
+        return any(
+            len(special) > at - first and special.startswith(text[first : first + len(special)])
+            for first in range(start, at)
+            if text[first] in self._firsts
+            for special, _ in self._special
+        )
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """The text of the ids; bytes that are not UTF-8 become U+FFFD. Control tokens show if `special`."""
@@ -261,6 +282,10 @@ class Tokenizer:
             end.add(id)
         return frozenset(end)
 
+    def _possible(self, text: str, specials: _Specials) -> _Specials:
+        """The special tokens that a text may hold: none, without a character that one begins with."""
+        return specials if any(map(text.__contains__, self._firsts)) else ()
+
     def _encode(self, parts: Iterable[tuple[str, _Specials]], watch: Watch) -> list[int]:
         splitter, normalise = self._splitter, self._rules.nfc
         pieces: list[str | int] = []
@@ -269,7 +294,7 @@ class Tokenizer:
                 pieces.append(run)
                 continue
             for text in segments(run):
-                pieces += splitter.split(nfc(text) if normalise else text, watch)
+                pieces += splitter.split(nfc(text, watch) if normalise else text, watch)
                 watch()
         lost = len(self._pairs.dropped)
         ids = self._pairs.encode(pieces, watch)
@@ -322,6 +347,8 @@ def _runs(parts: Iterable[tuple[str, _Specials]], watch: Watch) -> Iterator[str 
 
 def _cuts(text: str, specials: _Specials, watch: Watch) -> list[tuple[int, int, int]]:
     """(start, end, id) of every special token in the text: the longest are placed first, each from left to right."""
+    if not specials:
+        return []
     cuts = []
     taken = bytearray(len(text))
     is_long = len(text) > _LONG_TEXT

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 from gguf_bytes import STRING, array, build
@@ -55,14 +55,30 @@ def test_letters_of_bytes() -> None:
     assert [BYTES[symbol.decode()] for symbol in SYMBOLS] == list(range(256))
 
 
-def test_merge_is_the_definition() -> None:
+def with_a_heap(symbols: list[bytes], ranks: Mapping[bytes, int]) -> list[bytes]:
+    return bpe._merge_long(symbols, ranks, None)
+
+
+@pytest.mark.parametrize("merging", [bpe._merge_short, with_a_heap])
+def test_merge_is_the_definition(merging: Callable[[list[bytes], Mapping[bytes, int]], list[bytes]]) -> None:
     rng = random.Random(0)
     for _ in range(3000):
         alphabet = [b"a", b"b", "Ġ".encode(), b"c"][: rng.randint(1, 4)]
         merges = random_merges(rng, alphabet, rng.randint(0, 30))
         ranks = {text: rank for rank, text in enumerate(merges)}
         symbols = rng.choices(alphabet, k=rng.randint(0, 40))
-        assert merge(symbols, ranks) == merge_plainly(symbols, ranks)
+        assert merging(symbols, ranks) == merge_plainly(symbols, ranks)
+
+
+def test_short_and_long_pieces_merge_alike() -> None:
+    """On both sides of the length from which on there is a heap, whatever is merged and in whatever order."""
+    rng = random.Random(3)
+    for length in range(bpe._SHORT - 20, bpe._SHORT + 20):
+        for _ in range(40):
+            alphabet = [b"a", b"b", "Ġ".encode(), b"c"][: rng.randint(1, 4)]
+            ranks = {text: rank for rank, text in enumerate(random_merges(rng, alphabet, rng.randint(1, 60)))}
+            symbols = rng.choices(alphabet, k=length)
+            assert bpe._merge_short(symbols, ranks) == with_a_heap(symbols, ranks) == merge(symbols, ranks)
 
 
 def test_candidates_are_all_that_merging_can_ask_for() -> None:

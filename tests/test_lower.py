@@ -15,14 +15,14 @@ from fakecuda import Fake, fail_each_call
 
 from reflex_ipc import archs
 from reflex_ipc.cuda import launch, lower
-from reflex_ipc.cuda.buffers import Columns
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.executor import CudaExecutor
 from reflex_ipc.cuda.experts import expert_linear
 from reflex_ipc.cuda.fuse import alone, fused
+from reflex_ipc.cuda.places import Columns
 from reflex_ipc.cuda.products import Experts, Input, Limits, Matrix
 from reflex_ipc.cuda.room import HEAD_ROWS, largest_step, tree_bytes
-from reflex_ipc.cuda.scoring import mask_of
+from reflex_ipc.cuda.steps import mask_of
 from reflex_ipc.cuda.weights import Weights
 from reflex_ipc.errors import CancelledError, DeadlineError, OutOfMemoryError, ReflexError, UnsupportedModelError
 from reflex_ipc.gguf import GGUF

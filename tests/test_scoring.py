@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from polling import Poll
 
 from reflex_ipc import scoring
 from reflex_ipc.engine import Engine
@@ -190,7 +191,7 @@ def test_passes_spell_every_candidate(candidates: list[list[int]], limit: int) -
     context = [9, 8, 7]
     seen: set[tuple[int, int, bool]] = set()
     state = 1  # tokens of the context that the state already holds
-    for step, targets, places in scoring.passes(context, candidates, 5, state, limit):
+    for step, targets, places in scoring.passes(context, candidates, scoring.tree(candidates), 5, state, limit):
         assert list(step.rows) == sorted(set(step.rows)) and step.rows[0] >= 0
         assert len(step.tokens) <= max(limit, len(context) - state + 2 * 6)
         assert all(parent < i for i, parent in enumerate(step.parents))
@@ -313,3 +314,22 @@ def test_tokens_to_score_are_bounded():
     with pytest.raises(InvalidRequestError, match=str(scoring.MAX_SCORED)) as raised:
         scoring.Scoring(None, scoring.Split([1], tails, 0, None), scoring.Options())
     assert raised.value.field == "candidates"
+
+
+def test_a_million_tokens_to_score_end_when_they_are_told_to(fixtures: Path) -> None:
+    """Few of them are distinct, but each is looked at for each candidate."""
+    with Engine.open(fixtures / "exact" / "llama-f16.gguf", backend="cpu") as engine:
+        tokenizer = engine.tokenizer
+        shared = [5 + i % 40 for i in range(250)]
+        wholes = [[*shared, 3 + i // 64, 3 + i % 64] for i in range(scoring.MAX_CANDIDATES)]
+        poll = Poll(60)
+        texts = scoring.Texts([str(i) for i in range(len(wholes))], [3], [], wholes)
+        split = scoring.split(tokenizer, texts, end=False, poll=poll)
+        scoring.Scoring(engine._executor, split, scoring.Options(), poll)
+        tails = [tail.tokens for tail in split.tails]
+        (step,) = scoring.passes(split.context, tails, scoring.tree(tails, poll), None, 0, 1 << 20, poll)
+        poll()
+        assert poll.longest < 0.2
+        assert [list(tokens) for tokens in tails] == wholes and sum(map(len, step.targets)) >= len(wholes)
+        for tail in split.tails[::500]:
+            assert tail.n_bytes == sum(len(tokenizer.token_bytes(token)) for token in tail.tokens)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from polling import Poll
 from tokenizer_oracles import Texts, library_tokenizer, unpack, with_pre, write_vocabulary
 
+from reflex_ipc import bpe
 from reflex_ipc.bpe import SYMBOLS
 from reflex_ipc.errors import CancelledError, InvalidRequestError, ModelFileError, UnsupportedModelError
 from reflex_ipc.gguf import GGUF
@@ -94,6 +95,19 @@ def test_ids_of_the_models_own_library(
     for _ in range(1000):
         text = texts.mixed()
         assert tokenizer.encode(text, bos=False) == library.encode(text).ids, ascii(text)
+
+
+@pytest.mark.parametrize("name", [*VOCABULARIES, "smollm2"])
+def test_pieces_merge_alike_with_and_without_a_heap(name: str, vocabulary: Path_) -> None:
+    """Real merges, and pieces of any bytes: words of the vocabulary, put together and cut off."""
+    tokenizer = Tokenizer.from_gguf(vocabulary(name))
+    tokenizer.prepare()
+    ranks, rng = tokenizer._pairs._ranks, random.Random(5)
+    texts = [tokenizer.token_bytes(rng.randrange(tokenizer.n_vocab)) for _ in range(2000)]
+    for _ in range(6000):
+        text = b"".join(rng.choices(texts, k=rng.randint(1, 12)))
+        symbols = [SYMBOLS[byte] for byte in text[rng.randrange(3) : rng.randrange(3, 80)]]
+        assert bpe._merge_short(symbols, ranks) == bpe._merge_long(symbols, ranks, None)
 
 
 def words(library: tokenizers.Tokenizer) -> tuple[str, ...]:
@@ -428,12 +442,15 @@ def test_ids_are_those_of_the_parts_at_a_border(name: str, vocabulary: Path_, fi
     n_cut = 0
     for _ in range(4000):
         prompt = "".join(
-            rng.choice([texts.short(), rng.choice(recorded)[:40], "word ", "\u4f60\u3002"]) for _ in range(3)
+            rng.choice([texts.short(), rng.choice(recorded)[:40], "word ", "\u4f60\u3002", "f(x)", "\u306f\uff1f"])
+            for _ in range(3)
         )
-        if rng.random() < 0.3:
-            at = rng.randrange(len(prompt))
-            prompt = prompt[:at] + rng.choice(specials) + prompt[at:]
         tail = rng.choice([texts.short(), " word", "word", "\u0301", rng.choice(specials)])
+        if rng.random() < 0.5:  # a special token, and often one that is complete with the tail only
+            at, special = rng.randrange(len(prompt)), rng.choice(specials)
+            prompt = prompt[:at] + special + rng.choice([prompt[at:], ""])
+            cut = rng.randrange(min(len(prompt), 2 * len(special)))
+            prompt, tail = prompt[: len(prompt) - cut], prompt[len(prompt) - cut :] + tail
         at = tokenizer.border(prompt)
         n_cut += at > 0
         whole = tokenizer.encode(prompt + tail, bos=False)
@@ -445,16 +462,30 @@ def test_ids_are_those_of_the_parts_at_a_border(name: str, vocabulary: Path_, fi
     assert n_cut > 2000
 
 
-def test_where_special_tokens_have_borders_inside_there_is_none(tmp_path: Path) -> None:
-    tokens = [*"ab ", "a b"]
-    tokenizer = Tokenizer.from_gguf(write_vocabulary(tmp_path / "v.gguf", tokens, [], [1, 1, 1, 4]))
-    assert tokenizer.border("a a b a b") == 0
-    tokenizer = Tokenizer.from_gguf(write_vocabulary(tmp_path / "v.gguf", tokens, [], [1, 1, 1, 1]))
-    assert tokenizer.border("a a b a b") == 7
+def test_no_border_is_inside_a_special_token(tmp_path: Path) -> None:
+    """Nor inside what becomes one with what follows."""
+    tokens = [*"ab! ", "a b", "a b a!b"]
+    plain = Tokenizer.from_gguf(write_vocabulary(tmp_path / "p.gguf", tokens, [], [1] * 6))
+    assert plain.border("a a b a b") == len("a a b a")
+    tokenizer = Tokenizer.from_gguf(write_vocabulary(tmp_path / "v.gguf", tokens, [], [1, 1, 1, 1, 4, 3]))
+    assert tokenizer.border("b a b") == len("b")
+    assert tokenizer.border("a b a") == tokenizer.border("a b" * 3_000_000) == 0
+    rng = random.Random(6)
+    n_cut = 0
+    for _ in range(20_000):
+        text = "".join(rng.choices("ab! ", k=rng.randrange(1, 16)))
+        prompt = text[: rng.randrange(len(text) + 1)]
+        at = tokenizer.border(prompt)
+        n_cut += at > 0
+        assert tokenizer.encode(text[:at]) + tokenizer.encode(text[at:]) == tokenizer.encode(text), text
+    assert n_cut > 5000
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek-llm"])
-@pytest.mark.parametrize("unit", ["ab", "!", "word, ", "\u4e00", "\u0e01\u0e32 ", "1x\u0301 "])
+@pytest.mark.parametrize(
+    "unit",
+    ["ab", "!", "word, ", "\u4e00", "\u0e01\u0e32 ", "1x\u0301 ", "e\u0301", "\u0323\u0301", "\u304b\u3099", "\u0958"],
+)
 def test_megabytes_end_when_they_are_told_to(name: str, unit: str, vocabulary: Path_) -> None:
     """Asked as often as every tenth of a second, for a second or as long as it takes."""
     tokenizer = Tokenizer.from_gguf(vocabulary(name))

@@ -9,15 +9,15 @@ from itertools import pairwise
 from struct import Struct
 
 from reflex_ipc.cuda import lower
-from reflex_ipc.cuda.buffers import LEAST_TOKENS, Buffers, Columns
+from reflex_ipc.cuda.buffers import LEAST_TOKENS, Buffers
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.driver import gib
 from reflex_ipc.cuda.fuse import alone, fused
 from reflex_ipc.cuda.launch import Kernels
 from reflex_ipc.cuda.linear import FEW
 from reflex_ipc.cuda.lower import Lowering
-from reflex_ipc.cuda.places import PAGE, CacheLayout, Places, Shape
-from reflex_ipc.cuda.room import HEAD_ROWS
+from reflex_ipc.cuda.places import PAGE, CacheLayout, Columns, Places, Shape
+from reflex_ipc.cuda.room import HEAD_ROWS, working_space
 from reflex_ipc.cuda.routed import RoutedFirst
 from reflex_ipc.cuda.sampling import CONTROL, Sampling
 from reflex_ipc.cuda.upload import Upload
@@ -163,7 +163,7 @@ class CudaExecutor:
         if early is not None:
             size, free = early.size, free + early.size
         cache = self._layout.page_bytes
-        scratch = 4 * (LEAST_TOKENS * columns.width + columns.selected_width) + (64 << 20)
+        scratch = working_space(columns, LEAST_TOKENS)
         if size + cache + scratch > free:
             raise OutOfMemoryError(
                 f"{gguf.path} needs {gib(size + cache + scratch)} of device memory ({gib(size)} weights, {gib(cache)} "
@@ -180,19 +180,26 @@ class CudaExecutor:
 
     @property
     def n_past(self) -> int:
+        """Tokens of the sequence so far."""
         return self._n_past
 
     def reset(self) -> None:
+        """Forget the sequence: recurrent states begin anew, the cache is written over."""
         self._n_past = 0
         for at, size in self._places.states.values():
             self._stream.fill(at + self._parity * size, 0, size)
 
     def reserve(self, n_tokens: int) -> None:
+        """Back the cache's addresses for `n_tokens` with memory. Raises OutOfMemoryError."""
         self._buffers.back(n_tokens)
 
     # Steps
 
     def forward(self, step: Step, poll: "Poll | None" = None) -> None:
+        """Queue a step, and return while it runs unless it is the first or a long one. Its logits stay on the device.
+
+        Raises OutOfMemoryError, and CancelledError or DeadlineError where `poll` says so.
+        """
         self._forward(step, poll, comes_again=False)
 
     def _forward(self, step: Step, poll: "Poll | None", *, comes_again: bool) -> None:
@@ -266,7 +273,7 @@ class CudaExecutor:
         control = CONTROL.pack(self._n_past, step.n_keep, self._sampling.serial, self._parity)
         self._stream.to_device(p.control, control + numbers.pack(*step.tokens, *step.positions, *step.rows))
         if is_tree:
-            from reflex_ipc.cuda.scoring import mask_of
+            from reflex_ipc.cuda.steps import mask_of
 
             self._buffers.hold_tree(n)
             parents = Struct(f"<{n}i{4 * spare}x").pack(*step.parents)
@@ -371,6 +378,7 @@ class CudaExecutor:
     # Logits
 
     def logits(self) -> "npt.NDArray[np.float32]":
+        """(rows of the last step, n_vocab), fetched."""
         import numpy as np
 
         n, width = self._shape.n_rows, self.plan.n_vocab
@@ -383,7 +391,9 @@ class CudaExecutor:
     # Scoring
 
     def score(self, step: Step, targets: "Sequence[Sequence[int]]", poll: "Poll | None" = None) -> list[list[float]]:
-        from reflex_ipc.cuda.scoring import rounded
+        """Run a step; the log-probabilities of each row's targets. Logits never leave the device; those of HEAD_ROWS
+        rows are held at once."""
+        from reflex_ipc.cuda.steps import rounded
 
         starts = range(0, len(step.rows), HEAD_ROWS)
         n_most = max(sum(map(len, targets[start : start + HEAD_ROWS])) for start in starts)
@@ -429,11 +439,16 @@ class CudaExecutor:
         return [list(values[start:stop]) for start, stop in pairwise(first)]
 
     def step_limit(self, n_past: int, n_tokens: int) -> int:
+        """How many of `n_tokens` one step behind `n_past` others may have, by free memory and the grids of kernels."""
         return self._buffers.step_limit(n_past, n_tokens)
 
     # Decoding
 
     def decode(self, sampler: "Sampler", poll: "Poll | None" = None) -> "Iterator[Sampled]":
+        """Tokens for ever: a graph a token, sampled on the device and queued one ahead of the caller where they can be.
+
+        Raises ReflexError where the last step computed no logits.
+        """
         if not self._shape.n_rows:
             raise ReflexError("decode was called after a step that computed no logits")
         sampling = self._sampling
@@ -484,6 +499,7 @@ class CudaExecutor:
         return self._sampling.queued()
 
     def close(self) -> None:
+        """Give back the device and all that is on it."""
         if self._tracing is not None:
             self._tracing.collect()
         if self._device is not None:

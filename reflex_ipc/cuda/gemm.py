@@ -18,6 +18,8 @@ _WIDEN = Struct("<3Q6i")
 def gemm_half(
     limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: int, swiglu: bool, exact: bool
 ) -> list[Call]:
+    """`linear` of many rows: x becomes halves, then of each matrix in turn as many rows as scratch holds become halves
+    and are multiplied with it."""
     room = Room(scratch, x.n, x.width, exact)
     low = room.padded // 8 if exact else 0
     calls = [prepare(x, room.x, room.scale, x.n, room.padded, 1, room.x_stride // 8, low)]

@@ -146,6 +146,13 @@ def matvec(
     experts: Experts | None = None,
     expert_stride: int = 0,
 ) -> list[Call]:
+    """`linear` with every row of x by itself: several launches where a row does not fit shared memory, each on top of
+    the one before.
+
+    The matrices are of one type, or of two that have a kernel together. With `experts` a token goes to the matrices of
+    each of its experts; the x of one is `expert_stride` numbers behind that of the one before, 0 where all have the
+    same.
+    """
     kinds = sorted({m.type for m in matrices})
     kinds = list((_pair(kinds) if len(kinds) > 1 else None) or kinds)
     piece = max(FORMATS[kind].piece for kind in kinds)

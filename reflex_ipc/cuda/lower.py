@@ -11,7 +11,7 @@ from reflex_ipc import ops
 from reflex_ipc.cuda import families, linear
 from reflex_ipc.cuda.formats import FORMATS
 from reflex_ipc.cuda.memory import aligned
-from reflex_ipc.cuda.places import PAGE, CacheLayout, Places, Shape
+from reflex_ipc.cuda.places import PAGE, CacheLayout, Columns, Places, Shape
 from reflex_ipc.cuda.products import Input, Matrix, limits_of
 from reflex_ipc.errors import UnsupportedModelError
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
-    from reflex_ipc.cuda.buffers import Columns
     from reflex_ipc.cuda.device import Device, Stream
     from reflex_ipc.cuda.fuse import Group
     from reflex_ipc.cuda.launch import Kernels, Launch
@@ -89,7 +88,7 @@ class Lowering:
         stream: "Stream",
         plan: "Plan",
         groups: "Sequence[Group]",
-        columns: "Columns",
+        columns: Columns,
         places: Places,
         weight: "Callable[[str], int]",
     ) -> None:

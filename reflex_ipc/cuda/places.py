@@ -1,16 +1,21 @@
-"""What launches are made for and from: the shape of a step, addresses on the device, the layout of the cache."""
+"""What launches are made for and from: the shape of a step, addresses on the device, which columns values have, the
+layout of the cache."""
 
 from reflex_ipc import ops
 from reflex_ipc.cuda.memory import aligned
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any
 
+    from reflex_ipc.cuda.fuse import Group
     from reflex_ipc.plan import Plan
 
 PAGE = 256
 """Positions of a page of the cache: kernels/cache.cuh."""
+STEP = 64
+"""Columns begin at multiples of this, so that every value is aligned to 256 bytes whatever the rows."""
 
 
 class Shape:
@@ -82,6 +87,35 @@ class Places:
     zero: int  # a word that is 0
     scratch: int
     scratch_size: int
+
+
+class Columns:
+    """`start[name]` is the first column of each value; `width` and `selected_width` the columns of all, for values with
+    a row a token and for those with a row that wants logits."""
+
+    def __init__(self, groups: "Sequence[Group]", last: str) -> None:
+        self.start: dict[str, int] = {}
+        self.width = self.selected_width = 0
+        last_read = {value.name: i for i, group in enumerate(groups) for value in group.inputs}
+        last_read[last] = len(groups)
+        alive: dict[bool, list[tuple[int, int, str]]] = {False: [], True: []}
+        for i, group in enumerate(groups):
+            for value in group.outputs:
+                rooms = alive[value.selected]
+                columns = -(-value.width // STEP) * STEP
+                at = 0
+                for start, size, _ in sorted(rooms):
+                    if start - at >= columns:
+                        break
+                    at = max(at, start + size)
+                self.start[value.name] = at
+                rooms.append((at, columns, value.name))
+                if value.selected:
+                    self.selected_width = max(self.selected_width, at + columns)
+                else:
+                    self.width = max(self.width, at + columns)
+            for rooms in alive.values():
+                rooms[:] = [room for room in rooms if last_read.get(room[2], i) > i]
 
 
 class CacheLayout:

@@ -2,7 +2,7 @@
 
 from reflex_ipc.cuda import families, lower
 from reflex_ipc.cuda.memory import aligned
-from reflex_ipc.cuda.places import PAGE
+from reflex_ipc.cuda.places import PAGE, Columns
 from reflex_ipc.cuda.sampling import CONTROL
 from reflex_ipc.ops import ExpertLinear, LatentAttention
 
@@ -38,6 +38,12 @@ class Room:
     def arena(self) -> int:
         """All but the inputs, as one allocation."""
         return sum(map(aligned, (self.values, self.selected, self.scratch, *self.tables.values())))
+
+
+def working_space(columns: Columns, n_tokens: int) -> int:
+    """About the bytes of a `Room` of `n_tokens`, one of which wants logits, where there is no device yet whose limits
+    say what scratch its launches need: that and all that is small is put at 64 MiB."""
+    return 4 * (n_tokens * columns.width + columns.selected_width) + (64 << 20)
 
 
 def ancestor_bytes(n_tokens: int, n_room: int) -> int:

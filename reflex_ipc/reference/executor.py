@@ -83,6 +83,7 @@ class ReferenceExecutor:
 
     def forward(self, step: Step, poll: "Poll | None" = None) -> None:
         with self._whole_or_nothing():
+            go_on(poll)
             run = self._run(step, Watch(poll))
         self._logits = self._head(run, step.rows) if step.rows else self._logits[:0]
 
@@ -90,6 +91,7 @@ class ReferenceExecutor:
         watch = Watch(poll)
         found: list[list[float]] = []
         with self._whole_or_nothing():
+            go_on(poll)
             run = self._run(step, watch)
             # The logits of all rows of a large tree would not fit: a piece of them at a time.
             for start in range(0, len(step.rows), _HEAD_ROWS):
@@ -146,7 +148,6 @@ class ReferenceExecutor:
             sampled = sampler.sample(self._logits[-1])
             # The token is out before its own forward pass begins.
             yield sampled
-            go_on(poll)
             self.forward(Step.text([sampled.id], self.n_past, [0]), poll)
 
     def close(self) -> None:

@@ -236,7 +236,7 @@ def test_attention_of_prompts_and_tokens(device, kernels, shape, past, n):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_of_a_tree(device, kernels, shape):
-    from reflex_ipc.cuda.scoring import mask_of
+    from reflex_ipc.cuda.steps import mask_of
     from reflex_ipc.plan import Step
 
     op = attention_op(*shape)

@@ -25,6 +25,7 @@ FILES = (
     "recurrent",
     "experts",
     "latent",
+    "expand",
     "rows",
     "gemm",
     "products",

@@ -73,10 +73,12 @@ class Bench(Lowering):
         self.launched.append(name)
         return super().launch(name, *arguments)
 
-    def run(self, q: np.ndarray, rows: np.ndarray, *, expand: bool, tree: Step | None = None) -> np.ndarray:
+    def run(
+        self, q: np.ndarray, rows: np.ndarray, *, expand: bool, tree: Step | None = None, n_splits: int = 0
+    ) -> np.ndarray:
         """One step behind what is stored, which the rows then are part of: as the halves that the cache has."""
         n, past = len(q), len(self.stored)
-        shape = Shape(n, 0, tree is not None, 0, latent.n_expanded(past + n) if expand else 0)
+        shape = Shape(n, 0, tree is not None, n_splits, latent.n_expanded(past + n) if expand else 0)
         size = families.scratch_bytes(self.plan, n, shape.n_expanded)
         control, scratch = np.array([past, n], np.int32), np.full(size // 4 + 128, np.nan, np.float32)
         scratch = scratch[-scratch.ctypes.data % 256 // 4 :]  # where scratch may begin
@@ -246,7 +248,25 @@ def test_absorbed_and_expanded_are_one(bench) -> None:
         out = pieces.run(q[at : at + n], rows[at : at + n], expand=n > families.ABSORBED)
         assert error(out, expected[at : at + n]) <= BOUND
         at += n
-    assert at == 200 and "attention_latent" in pieces.launched
+    assert at == 200 and "attention_latent_1" in pieces.launched
+
+
+@pytest.mark.parametrize(("shape", "kind"), [(ODD, "F16"), (V2, "Q8_0"), ((6, 32, 16, 32, 1024), "F16")], ids=str)
+def test_heads_that_share_a_block(bench, shape, kind: str) -> None:
+    """One token's positions shared out among blocks, of which some have none, and several tokens' heads: each with
+    blocks of four heads that are not all there."""
+    n, tail = (70, 40) if shape != V2 else (300, 1)
+    one = bench(shape, kind, is_legacy=False, n_positions=n + tail + 3)
+    one.run(*inputs(shape, n), expand=True)
+    if tail > 1:
+        q, rows = inputs(shape, tail, 2)
+        assert error(one.run(q, rows, expand=False), one.expected(q, causal(tail, n + tail))) <= BOUND
+    for n_splits in (2, 5, 64):
+        q, rows = inputs(shape, 1, n_splits)
+        out = one.run(q, rows, expand=False, n_splits=n_splits)
+        assert error(out, one.expected(q, causal(1, len(one.stored)))) <= BOUND
+        assert not one.fixed[2].any(), "counters are zero again"
+    assert "attention_latent_4" in one.launched
 
 
 def test_the_benchmark_runs(emulated, tmp_path: Path) -> None:

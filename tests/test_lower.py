@@ -171,7 +171,7 @@ def test_every_step_keeps_to_the_drivers_rules(fake: Fake, kernels, fixtures: Pa
         assert executor.n_past == 112
         executor.close()
     launched = {line.split()[1] for line in fake.log if line.startswith("cuLaunchKernelEx")}
-    assert {"attention_prefill_64", "attention_latent"} & launched
+    assert {"attention_prefill_64", "attention_latent_1"} & launched
 
 
 @needs_kernels

@@ -29,6 +29,8 @@ LEAST_CHUNKED = 16
 """Tokens from which on the delta rule of a text goes by chunks."""
 ABSORBED = 64
 """Tokens up to which latent attention of a step is absorbed: cuda/latent.py says why."""
+SHARING = 4
+"""Heads of a block of absorbed attention where there are many: kernels/latent.cu."""
 
 _ROUTE = Struct("<3Q7if")
 _STEP = Struct("<4Q2i")

@@ -7,16 +7,17 @@ becomes each head's key and value first, and attention is that of any model (ker
 Which form, estimated and not measured, for an H200 and a head of DeepSeek-V2 (rank 512, keys 128 + 64, values 128),
 with P positions of which each of T tokens sees most:
 
-    absorbed    a pair of token and position: 2 (576 + 512) = 2,176 operations in float32, 200 instructions of a
-                warp, so 216 ps on 132 multiprocessors; a token: 6 ns for the products with both matrices
+    absorbed    a pair of token and position: 2 (576 + 512) = 2,176 operations in float32, 75 instructions of a warp
+                where four heads share a block, else 187, so 81 or 202 ps on 132 multiprocessors; a token: 6 ns for
+                the products with both matrices
     expanded    a position: 2 * 512 * 256 = 262 k operations, twice as weights have two planes: 2.1 ns at 250
                 TFLOP/s; a pair: 2 (2 * 192 + 128 + 3 * 128) = 1,792 operations, 12 ps at 150 TFLOP/s
 
-Both grow with P alike, so what decides is T alone: 2.1 ns are less than T times 204 ps from 11 tokens on. But tiles
-have 64 rows; with fewer tokens one is not full, and there are as many blocks as heads: 16 of V2-Lite on 132
-multiprocessors take some 300 us for 4,096 positions, as long as 21 tokens absorbed, and expanding these 140 us, as long
-as 10. Where there is no past, 64 tokens take 13 us absorbed, of which expanded saves half and spends it on launches. So
-up to 64 tokens, for which there are buffers from the start, are absorbed.
+Both grow with P alike, so what decides is T alone: 2.1 ns are less than T times 69 ps from 31 tokens on. But tiles have
+64 rows; with fewer tokens one is not full, and there are as many blocks as heads: 16 of V2-Lite on 132 multiprocessors
+take some 300 us for 4,096 positions, and expanding these 140 us: as long as 83 tokens absorbed in shared blocks, and 33
+in others. Where there is no past, 64 tokens take 9 us absorbed, of which expanded saves most and spends it on launches.
+So up to 64 tokens, for which there are buffers from the start, are absorbed.
 """
 
 from struct import Struct
@@ -124,7 +125,11 @@ def _absorbed(low: "Lowering", op: ops.LatentAttention, shape: "Shape", cache: b
     mask = p.mask if shape.is_tree else 0
     arguments = _FIRST.pack(mixed, absorbed, low.at(op.q), mask, p.control) + cache
     arguments += _LATENT.pack(p.partial, p.tickets, n, n_head, rank, d_q, op.scale, 0)
-    yield low.launch("attention_latent", (n_head, n, max(1, shape.n_splits)), 256, [arguments], 4 * op.latent.width)
+    # Heads share a block, and what it reads of latents, where there are blocks for all multiprocessors all the same.
+    n_shared = -(-n_head // families.SHARING)
+    at_once = families.SHARING if shape.n_splits or n * n_shared >= low.multiprocessors else 1
+    grid = (-(-n_head // at_once), n, max(1, shape.n_splits))
+    yield low.launch(f"attention_latent_{at_once}", grid, 256, [arguments], 4 * at_once * op.latent.width)
     entry = Input(mixed, n, rank, n_head * rank)
     values = low.plan.weights[op.weights[-1]]
     weight = low.weight(values.name) + (0 if len(op.weights) == 2 else d_nope * values.row_bytes)

@@ -131,7 +131,9 @@ class Lowering:
     def _least_blocks(self) -> int:
         if not self._blocks:  # every token of decoding asks
             heads = [op.n_head_kv * _decode_shape(op)[2] for op in self._attentions()]
-            self._blocks = max(heads + [op.n_head for op in families.latents(self.plan)], default=1)
+            # Blocks of several heads count twice: the last one puts together what all have left of each.
+            shared = [2 * -(-op.n_head // families.SHARING) for op in families.latents(self.plan)]
+            self._blocks = max(heads + shared, default=1)
         return self._blocks
 
     def partial_bytes(self) -> int:

@@ -405,6 +405,21 @@ def test_latent_attention_expanded(device, kernels, monkeypatch, shape, past, n,
     assert (one.run(past, total, expand=True) == out).all()
 
 
+@pytest.mark.parametrize("shape", [*LATENT_SHAPES, (6, 32, 16, 32, 1024)])
+def test_latent_attention_of_heads_that_share_a_block(device, kernels, shape):
+    """A token's positions shared out among blocks, of which some have none; several tokens."""
+    past, n = 600, 60
+    one = Latent(device, kernels, shape, "F16", past + n, is_legacy=False)
+    expected = one.expected(0, cp.tril(cp.ones((past + n, past + n), bool)))
+    one.run(0, past, expand=True)
+    assert error(one.run(past, past + n, expand=False), expected[past:]) <= 1e-3
+    for n_splits in (1, 2, 7, 64, one.bench.n_splits(past + n)):
+        part = {"q": one.q[-1:], "l": one.rows[-1:]}
+        (out,) = one.bench.run(alone(one.op), Shape(1, 0, n_splits=n_splits), part, past=past + n - 1)
+        assert error(out, expected[-1:]) <= 1e-3
+        assert not one.bench.tickets.any()
+
+
 @pytest.mark.parametrize("shape", LATENT_SHAPES)
 def test_latent_attention_of_a_tree_expanded(device, kernels, shape):
     from reflex_ipc.cuda.scoring import mask_of

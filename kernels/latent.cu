@@ -8,9 +8,8 @@
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / WARP;
-constexpr int CHUNK = 256;
 constexpr int AT_ONCE = 4;   // positions whose keys a warp asks for together
-constexpr int A_THREAD = 4;  // outputs: rank <= A_THREAD * THREADS
+constexpr int PAIRS = 2;     // of outputs a thread: rank <= 2 * PAIRS * THREADS
 constexpr int TILE = 8;      // tokens that share what is read of a key matrix
 constexpr int SLICE = 64;    // of its rows at a time
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -74,108 +73,187 @@ struct Latent {
     int unused;
 };
 
-// Grid (n_head, T, n_splits), THREADS threads; shared: d floats. The positions of one token are shared out among n_splits
-// blocks, and the last one puts them together, always in the same order.
-extern "C" __global__ void __launch_bounds__(THREADS) attention_latent(const __grid_constant__ Latent a) {
+// Adds up each of a warp's N values, a power of two: lane l gets the sum of value l / (WARP / N). Half of what is left is
+// given away in every step, so that N values take no more exchanges than N.
+template <int N>
+__device__ __forceinline__ float shared_sums(float (&x)[N]) {
+    int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int n = N / 2, lanes = WARP / 2; n; n /= 2, lanes /= 2)
+#pragma unroll
+        for (int k = 0; k < n; k++) {
+            float given = __shfl_xor_sync(~0u, lane & lanes ? x[k] : x[k + n], lanes);
+            x[k] = (lane & lanes ? x[k + n] : x[k]) + given;
+        }
+#pragma unroll
+    for (int lanes = WARP / N / 2; lanes; lanes /= 2) x[0] += __shfl_xor_sync(~0u, x[0], lanes);
+    return x[0];
+}
+
+// Grid (ceil(n_head / HEADS), T, n_splits), THREADS threads; shared: HEADS * d floats. HEADS heads share what a block reads
+// of latents. The positions of one token are shared out among n_splits blocks, and the last one puts them together,
+// always in the same order.
+template <int HEADS>
+__device__ __forceinline__ void attend(const Latent &a) {
+    static_assert(HEADS <= WARPS);
     extern __shared__ int4 memory[];
-    __shared__ float scores[CHUNK], room[WARP];
-    float *query = (float *)memory;
+    __shared__ float scores[PAGE][HEADS], shrinks[HEADS], inverses[HEADS];
+    float *query = (float *)memory;  // (d, HEADS)
     wait_for_predecessor();
-    int head = blockIdx.x, token = blockIdx.y, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, d = a.cache.d;
+    int first_head = blockIdx.x * HEADS, n_heads = min(HEADS, a.n_head - first_head), token = blockIdx.y;
+    int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, d = a.cache.d;
     int past = *a.past, end = past + token + 1;
-    int64_t row = token * (int64_t)a.n_head + head;
-    for (int i = threadIdx.x; i < d; i += THREADS)
-        query[i] = (i < a.rank ? a.absorbed[row * a.rank + i] : a.q[row * a.d_q + a.d_q - d + i]) * (a.scale * LOG2_E);
+    int64_t row = token * (int64_t)a.n_head + first_head;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < d * HEADS; i += THREADS) {
+        int64_t own = row + min(i % HEADS, n_heads - 1);  // those beyond are not written
+        int column = i / HEADS;
+        query[i] = (column < a.rank ? a.absorbed[own * a.rank + column] : a.q[own * a.d_q + a.d_q - d + column]) *
+                   (a.scale * LOG2_E);
+    }
     const uint32_t *mask = a.mask ? a.mask + token * (int64_t)(1 + (a.n_tokens + 31) / 32) : nullptr;
-    float mixed[A_THREAD] = {}, largest = -CUDART_INF_F, sum = 0.0f;
+    float mixed[PAIRS][2][HEADS] = {}, largest = -CUDART_INF_F, sum = 0.0f;  // the last two of head `warp`
     int share = (end + gridDim.z - 1) / gridDim.z, from = blockIdx.z * share, until = min(end, from + share);
-    for (int start = from; start < until; start += CHUNK) {
-        int stop = min(until, start + CHUNK);
+    for (int start = from, stop; start < until; start = stop) {
+        stop = min(until, (start / PAGE + 1) * PAGE);
+        const half *keys = a.cache.key(start, 0);
+        const float *scales = a.cache.key_scale(start, 0);
+        int n = stop - start;
         __syncthreads();
-        if (mask) {  // chunks of a tree that the token does not see are not read: of a large one that is most of them
+        if (mask) {  // pages of a tree that the token does not see are not read: of a large one that is most of them
             int word = max(start - past, 0) / 32 + threadIdx.x;
             bool sees = start < past && mask[0];
-            if (threadIdx.x <= CHUNK / 32 && 32 * word < stop - past) sees |= mask[1 + word] != 0;
+            if (threadIdx.x <= PAGE / 32 && 32 * word < stop - past) sees |= mask[1 + word] != 0;
             if (!__syncthreads_or(sees)) continue;
         }
-        for (int first = start + warp * AT_ONCE; first < stop; first += WARPS * AT_ONCE) {
-            const half *keys[AT_ONCE];
-            float score[AT_ONCE] = {};
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; j++) keys[j] = a.cache.key(min(first + j, stop - 1), 0);
+        for (int first = warp * AT_ONCE; first < n; first += WARPS * AT_ONCE) {
+            float score[AT_ONCE * HEADS] = {};
 #pragma unroll 2
             for (int i = lane; i < d; i += WARP) {
 #pragma unroll
-                for (int j = 0; j < AT_ONCE; j++) score[j] += query[i] * __half2float(keys[j][i]);
-            }
+                for (int j = 0; j < AT_ONCE; j++) {
+                    float key = __half2float(keys[min(first + j, n - 1) * d + i]);
 #pragma unroll
-            for (int j = 0; j < AT_ONCE; j++) {
-                int p = first + j, own = p - past;
-                score[j] = warp_sum(score[j]);
-                if (p >= stop) continue;
-                score[j] *= *a.cache.key_scale(p, 0);
-                if (mask && !(own < 0 ? mask[0] : mask[1 + own / 32] >> own % 32 & 1)) score[j] = -CUDART_INF_F;
-                if (lane == 0) scores[p - start] = score[j];
+                    for (int h = 0; h < HEADS; h++) score[j * HEADS + h] += query[i * HEADS + h] * key;
+                }
             }
+            float own = shared_sums(score);
+            constexpr int LANES = WARP / (AT_ONCE * HEADS);
+            int p = first + lane / LANES / HEADS, in_step = start + p - past;
+            if (lane % LANES || p >= n) continue;
+            own *= scales[p];
+            if (mask && !(in_step < 0 ? mask[0] : mask[1 + in_step / 32] >> in_step % 32 & 1)) own = -CUDART_INF_F;
+            scores[p][lane / LANES % HEADS] = own;
         }
         __syncthreads();
-        float score = threadIdx.x < stop - start ? scores[threadIdx.x] : -CUDART_INF_F;
-        float peak = fmaxf(largest, block_max(score, room));
-        float reference = peak == -CUDART_INF_F ? 0.0f : peak, shrink = exp2f(largest - reference);
-        float weight = exp2f(score - reference);
-        __syncthreads();
-        if (threadIdx.x < stop - start) scores[threadIdx.x] = weight * *a.cache.key_scale(start + threadIdx.x, 0);
-        sum = sum * shrink + block_sum(weight, room);
-        largest = peak;
+        if (warp < HEADS) {
+            float peak = largest;
+#pragma unroll 1
+            for (int p = lane; p < n; p += WARP) peak = fmaxf(peak, scores[p][warp]);
+            peak = warp_max(peak);
+            float reference = peak == -CUDART_INF_F ? 0.0f : peak, shrink = exp2f(largest - reference), more = 0.0f;
+#pragma unroll 2
+            for (int p = lane; p < n; p += WARP) {
+                float weight = exp2f(scores[p][warp] - reference);
+                more += weight;
+                scores[p][warp] = weight * scales[p];
+            }
+            sum = sum * shrink + warp_sum(more);
+            largest = peak;
+            if (lane == 0) shrinks[warp] = shrink;
+        }
         __syncthreads();
 #pragma unroll
-        for (int k = 0; k < A_THREAD; k++) {
-            int i = threadIdx.x + k * THREADS;
+        for (int k = 0; k < PAIRS; k++) {
+            int i = 2 * (threadIdx.x + k * THREADS);
             if (i >= a.rank) break;
-            float value = mixed[k] * shrink;
+#pragma unroll
+            for (int h = 0; h < HEADS; h++) mixed[k][0][h] *= shrinks[h], mixed[k][1][h] *= shrinks[h];
 #pragma unroll 4
-            for (int p = start; p < stop; p++) value += scores[p - start] * __half2float(a.cache.key(p, 0)[i]);
-            mixed[k] = value;
+            for (int p = 0; p < n; p++) {
+                float2 value = __half22float2(*(const half2 *)(keys + p * d + i));
+#pragma unroll
+                for (int h = 0; h < HEADS; h++) {
+                    mixed[k][0][h] += scores[p][h] * value.x;
+                    mixed[k][1][h] += scores[p][h] * value.y;
+                }
+            }
         }
     }
     int n_splits = gridDim.z, width = a.rank + 2;
     if (n_splits > 1) {
-        float *partial = a.partial + head * n_splits * width, *own = partial + blockIdx.z * width;
+        float *partial = a.partial + first_head * (int64_t)n_splits * width;  // (heads, n_splits, width)
+        float *own = partial + blockIdx.z * width;
 #pragma unroll
-        for (int k = 0; k < A_THREAD; k++) {
-            int i = threadIdx.x + k * THREADS;
-            if (i < a.rank) own[i] = mixed[k];
+        for (int k = 0; k < PAIRS; k++) {
+            int i = 2 * (threadIdx.x + k * THREADS);
+            if (i >= a.rank) break;
+#pragma unroll
+            for (int h = 0; h < HEADS; h++)
+                if (h < n_heads)
+                    *(float2 *)(own + h * n_splits * width + i) = make_float2(mixed[k][0][h], mixed[k][1][h]);
         }
-        if (threadIdx.x == 0) own[a.rank] = largest, own[a.rank + 1] = sum;
+        if (warp < n_heads && lane == 0) {
+            float *end_of = own + warp * n_splits * width + a.rank;
+            end_of[0] = largest, end_of[1] = sum;
+        }
         __shared__ bool is_last;
         __threadfence();
         __syncthreads();
         if (threadIdx.x == 0) {
-            is_last = atomicAdd(a.tickets + head, 1) == n_splits - 1;
-            if (is_last) a.tickets[head] = 0;
+            is_last = atomicAdd(a.tickets + blockIdx.x, 1) == n_splits - 1;
+            if (is_last) a.tickets[blockIdx.x] = 0;
         }
         __syncthreads();
         if (!is_last) return;
         __threadfence();
-        largest = -CUDART_INF_F, sum = 0.0f;
-        for (int s = 0; s < n_splits; s++) largest = fmaxf(largest, __ldcg(partial + s * width + a.rank));
-#pragma unroll
-        for (int k = 0; k < A_THREAD; k++) mixed[k] = 0.0f;
+#pragma unroll 1
+        for (int h = 0; h < n_heads; h++) {
+            const float *others = partial + h * n_splits * width;
+            float most = -CUDART_INF_F, all = 0.0f, put_together[PAIRS][2] = {};
+#pragma unroll 2
+            for (int s = 0; s < n_splits; s++) most = fmaxf(most, __ldcg(others + s * width + a.rank));
 #pragma unroll 4
-        for (int s = 0; s < n_splits; s++) {
-            const float *other = partial + s * width;
-            float count = exp2f(__ldcg(other + a.rank) - largest);  // 0 of a block without positions
-            sum += __ldcg(other + a.rank + 1) * count;
+            for (int s = 0; s < n_splits; s++) {
+                const float *other = others + s * width;
+                float count = exp2f(__ldcg(other + a.rank) - most);  // 0 of a block without positions
+                all += __ldcg(other + a.rank + 1) * count;
 #pragma unroll
-            for (int k = 0; k < A_THREAD; k++) {
-                int i = threadIdx.x + k * THREADS;
-                if (i < a.rank) mixed[k] += __ldcg(other + i) * count;
+                for (int k = 0; k < PAIRS; k++) {
+                    int i = 2 * (threadIdx.x + k * THREADS);
+                    if (i >= a.rank) break;
+                    float2 part = __ldcg((const float2 *)(other + i));
+                    put_together[k][0] += part.x * count, put_together[k][1] += part.y * count;
+                }
+            }
+            float inverse = 1.0f / all;
+#pragma unroll
+            for (int k = 0; k < PAIRS; k++) {
+                int i = 2 * (threadIdx.x + k * THREADS);
+                float *to = a.out + (row + h) * a.rank + i;
+                if (i < a.rank) *(float2 *)to = make_float2(put_together[k][0] * inverse, put_together[k][1] * inverse);
             }
         }
+        return;
     }
+    if (warp < HEADS && lane == 0) inverses[warp] = 1.0f / sum;
+    __syncthreads();
 #pragma unroll
-    for (int k = 0; k < A_THREAD; k++) {
-        int i = threadIdx.x + k * THREADS;
-        if (i < a.rank) a.out[row * a.rank + i] = mixed[k] / sum;
+    for (int k = 0; k < PAIRS; k++) {
+        int i = 2 * (threadIdx.x + k * THREADS);
+        if (i >= a.rank) break;
+#pragma unroll
+        for (int h = 0; h < HEADS; h++) {
+            float *to = a.out + (row + h) * a.rank + i;
+            if (h < n_heads) *(float2 *)to = make_float2(mixed[k][0][h] * inverses[h], mixed[k][1][h] * inverses[h]);
+        }
     }
 }
+
+#define LATENT(HEADS)                                                                                                    \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_latent_##HEADS(const __grid_constant__ Latent a) {\
+        attend<HEADS>(a);                                                                                                \
+    }
+
+LATENT(1)
+LATENT(4)

@@ -231,9 +231,9 @@ def _attention(bench: Bench) -> "Iterator[Outcome]":
     stride = pack("<7if", heads * d, d, d, heads, 0, 0, 0, 0.0)
     everything = pack("<7Q", at_q, at_k, at_v, 0, 0, 0, past) + cache + stride
     bench.run("finish_heads", (1, n, 1), 128, everything, 0)
-    prompt = pack("<4Q", at_q, out, 0, past) + cache + pack("<iifI", n, heads, scale, 0)
+    prompt = pack("<4Q", at_q, out, 0, past) + cache + pack("<iif3i", n, heads, scale, heads, 0, 0)
     tiles = -(-n * heads // 64)
-    bench.run("attention_prefill_32", (tiles, 1, 1), 128, prompt, shared=2 * 192 * 40 + 4 * 192)
+    bench.run("attention_prefill_64", (tiles, 1, 1), 128, prompt, shared=2 * 192 * 72 + 4 * 192)
     yield bench.get(out, len(q)), wanted, 1e-3
     last = (n - 1) * heads * d
     past = bench.integers([n - 1])

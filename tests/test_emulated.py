@@ -160,6 +160,50 @@ def test_logits_of_27_blocks(opened) -> None:
     assert relative_error(executor.logits(), reference["logits"]) <= 1e-2
 
 
+def logits_of(executor: cuda.CudaExecutor, ids: list[int], sizes: list[int], wanted: list[int]) -> np.ndarray:
+    """Logits of some rows of a text, in steps of these sizes."""
+    executor.reset()
+    executor.reserve(len(ids))
+    found, start = [], 0
+    for size in sizes:
+        rows = [row - start for row in wanted if start <= row < start + size]
+        executor.forward(Step.text(ids[start : start + size], start, rows))
+        found.append(executor.logits())
+        start += size
+    return np.concatenate(found)
+
+
+IN_PIECES = [[20, 28], [7, 1, 1, 1, 20, 18], [24, *[1] * 24]]
+
+
+@pytest.mark.parametrize(
+    ("name", "bound", "pieces"),
+    [("deepseek3", BOUND, IN_PIECES), (QUANTISED, BOUND, IN_PIECES), ("deepseek2-lite", 1e-2, IN_PIECES[:1])],
+)
+def test_latent_attention_expanded(
+    opened, monkeypatch: pytest.MonkeyPatch, name: str, bound: float, pieces: list[list[int]]
+) -> None:
+    """Steps of two tokens and more, in one piece, in pieces, and with single tokens between and behind them."""
+    monkeypatch.setattr(families, "ABSORBED", 1)
+    executor, _, reference = opened(name)
+    ids, rows = reference["ids"].tolist(), list(range(48))
+    whole = logits_of(executor, ids, [48], rows)
+    assert relative_error(whole, reference["logits"]) <= bound
+    for sizes in pieces:
+        logits = logits_of(executor, ids, sizes, rows)
+        assert relative_error(logits, reference["logits"]) <= bound
+        assert relative_error(logits, whole) <= 1e-5
+
+
+def test_long_steps_are_expanded_by_themselves(opened) -> None:
+    """The reference's long text in one step and in two, through two pages of the cache."""
+    executor, _, reference = opened("deepseek3")
+    ids, rows = reference["long_ids"].tolist(), reference["long_rows"].tolist()
+    whole = logits_of(executor, ids, [300], rows)
+    assert relative_error(whole, reference["long_logits"]) <= BOUND
+    assert relative_error(logits_of(executor, ids, [170, 130], rows), whole) <= 1e-6
+
+
 LEGACY = {"F16": ("deepseek3", None), "Q8_0": (QUANTISED, None), "Q4_K": (QUANTISED, 256)}
 """Type of `attn_kv_b` -> the file it is put into, and the rank its latents get."""
 
@@ -287,8 +331,11 @@ def test_routers_are_not_tipped(opened, monkeypatch, name: str) -> None:
     assert errors[0] <= BOUND < errors[1]
 
 
-@pytest.mark.parametrize("name", ["qwen2", *OTHERS])
-def test_a_tree_on_the_references_inputs(opened, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "absorbed"), [(name, families.ABSORBED) for name in ["qwen2", *OTHERS]] + [("deepseek3", 1)]
+)
+def test_a_tree_on_the_references_inputs(opened, monkeypatch: pytest.MonkeyPatch, name: str, absorbed: int) -> None:
+    monkeypatch.setattr(families, "ABSORBED", absorbed)
     executor, gguf, _ = opened(name)
     plan = executor.plan
     weights, states = Weights(gguf, plan, 2), States(plan.states)

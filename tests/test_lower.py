@@ -4,6 +4,7 @@ The driver is the fake one, which checks handles, parameter sizes, the bounds of
 """
 
 import json
+import math
 import subprocess
 import sys
 from itertools import pairwise
@@ -14,19 +15,20 @@ import pytest
 from fakecuda import Fake, fail_each_call
 
 from reflex_ipc import archs
-from reflex_ipc.cuda import launch, lower
+from reflex_ipc.cuda import families, latent, launch, lower
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.executor import CudaExecutor
 from reflex_ipc.cuda.experts import expert_linear
 from reflex_ipc.cuda.fuse import alone, fused
-from reflex_ipc.cuda.places import Columns
+from reflex_ipc.cuda.lower import Lowering
+from reflex_ipc.cuda.places import Columns, Places, Shape
 from reflex_ipc.cuda.products import Experts, Input, Limits, Matrix
 from reflex_ipc.cuda.room import HEAD_ROWS, largest_step, tree_bytes
 from reflex_ipc.cuda.steps import mask_of
 from reflex_ipc.cuda.weights import Weights
 from reflex_ipc.errors import CancelledError, DeadlineError, OutOfMemoryError, ReflexError, UnsupportedModelError
 from reflex_ipc.gguf import GGUF
-from reflex_ipc.ops import LatentAttention, inputs, scope
+from reflex_ipc.ops import LatentAttention, Value, inputs, scope
 from reflex_ipc.plan import PARENT_NONE, Step
 from reflex_ipc.sampler import Sampler, Sampling
 
@@ -168,7 +170,7 @@ def test_every_step_keeps_to_the_drivers_rules(fake: Fake, kernels, fixtures: Pa
         assert executor.n_past == 112
         executor.close()
     launched = {line.split()[1] for line in fake.log if line.startswith("cuLaunchKernelEx")}
-    assert {"attention_prefill_32", "attention_latent"} & launched
+    assert {"attention_prefill_64", "attention_latent_1"} & launched
 
 
 @needs_kernels
@@ -290,7 +292,8 @@ def test_the_largest_step_has_as_many_tiles_as_a_grid(fixtures: Path, n_head: in
     """Heads with a matrix of their own, fewer and more than a tile has slots, in the shared memory of every
     architecture."""
     plan, limits = plan_of(fixtures, "deepseek3"), Limits(132, kib << 10)
-    ops = [op._replace(n_head=n_head) if isinstance(op, LatentAttention) else op for op in plan.ops]
+    wide = Value("attn_q", n_head * 264)  # keys that there are no kernels to expand for
+    ops = [op._replace(n_head=n_head, q=wide) if isinstance(op, LatentAttention) else op for op in plan.ops]
     n = largest_step(SimpleNamespace(plan=plan._replace(ops=tuple(ops)), limits=limits))  # type: ignore[arg-type]
     heads, matrix = Experts(0, 0, n_head, 0, n_head), Matrix("Q4_K", 0, 128, 0, 128)
 
@@ -299,6 +302,76 @@ def test_the_largest_step_has_as_many_tiles_as_a_grid(fixtures: Path, n_head: in
         return max(max(call.grid[1:]) for call in calls)
 
     assert n >= 7000 and most(n) <= 65535 < most(n * 11 // 10)
+
+
+@pytest.mark.parametrize("n_head", [16, 128])
+@pytest.mark.parametrize("is_legacy", [False, True])
+def test_what_latents_are_expanded_to_has_bounded_room(fixtures: Path, n_head: int, is_legacy: bool) -> None:
+    """DeepSeek-V2-Lite and V3: less than 256 MiB, or one head; and enough where positions are fewer."""
+    plan = plan_of(fixtures, "deepseek3")
+    op = next(op for op in plan.ops if isinstance(op, LatentAttention))
+    weights = dict(plan.weights)
+    for name, ne in zip(op.weights, [(128, 512, n_head), (512, 128, n_head)], strict=True):
+        n_bytes = 2 * math.prod(ne)
+        weights[name] = weights[name]._replace(ne=ne, nbytes=n_bytes)
+    names = op.weights
+    if is_legacy:
+        names = names[:1]
+        weights[names[0]] = weights[names[0]]._replace(ne=(512, n_head * 256), nbytes=2 * 512 * n_head * 256)
+    q, row, out = (Value("", width) for width in (n_head * 192, 576, n_head * 128))
+    op = op._replace(q=q, latent=row, out=out, weights=names, n_head=n_head, rank=512)
+    plan = plan._replace(ops=(op,), weights=weights)
+    low = Recorder(plan)
+    for log2 in range(10, 19):
+        n_expanded = latent.n_expanded((1 << log2) - 5)
+        assert n_expanded == 1 << log2
+        size = families.scratch_bytes(plan, 4096, n_expanded)
+        one = n_expanded * (4 * (192 + 128) + 4 * 2 * 2) + (1 << 20)
+        assert size <= max(latent.EXPANDED, one)
+        for smaller in (1024, n_expanded // 2, n_expanded):
+            low.launched.clear()
+            list(latent.latent_attention(low, op, Shape(512, 1, n_expanded=smaller)))  # type: ignore[arg-type]
+            heads = [grid[1] for name, grid in low.launched if name == "attention_prefill_exact"]
+            assert sum(heads) == n_head and max(heads) - min(heads) < len(heads)
+            turn = max(heads) * smaller * 4 * (192 + 128)
+            assert turn < (size if max(heads) == 1 else min(size, latent.EXPANDED))
+    assert low.n_expanded(64, 1 << 14) == 0 and low.n_expanded(65, 1 << 14) == 1 << 14
+
+
+class Recorder(Lowering):
+    """Says what would be launched."""
+
+    def __init__(self, plan) -> None:
+        device = SimpleNamespace(attribute=lambda _: 132, MULTIPROCESSORS=0, SHARED_PER_BLOCK=0, capability=(9, 0))
+        kernels = SimpleNamespace(is_ptx=False)
+        super().__init__(device, kernels, None, plan, [], None, Places(), lambda name: 0)  # type: ignore[arg-type]
+        self.limits = Limits(132, 227 << 10)
+        self.launched: list = []
+
+    def at(self, value: Value) -> int:
+        return 0
+
+    def launch(self, name, grid, *_):
+        self.launched.append((name, grid))
+
+
+@needs_kernels
+def test_a_text_that_grows_is_expanded_in_room_that_grows(fake: Fake, kernels, fixtures: Path) -> None:
+    """Steps of 300 tokens: room is made when positions pass a power of two, and counted before it is."""
+    with GGUF.open(fixtures / "exact" / "deepseek3-f16.gguf") as gguf:
+        executor = opened(fake, (gguf, archs.build(gguf)))
+        executor.reserve(3000)
+        executor.forward(Step.text(range(60), 0, []))
+        assert not any(" expand " in line for line in fake.log)
+        capacities = []
+        for start in range(60, 2760, 300):
+            assert executor.step_limit(start, 300) == 300
+            executor.forward(Step.text(range(300), start, []))
+            capacities.append(executor._places.expanded_capacity)
+        launched = {line.split()[1] for line in fake.log if line.startswith("cuLaunchKernelEx")}
+        assert capacities == [1024] * 3 + [2048] * 3 + [4096] * 3
+        assert {"halve", "expand", "attention_prefill_exact"} <= launched
+        executor.close()
 
 
 @needs_kernels

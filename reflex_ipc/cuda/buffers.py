@@ -95,18 +95,20 @@ class Buffers:
             p.frequencies[key] = at
             at += 8 * len(numbers)
 
-    def hold(self, n_tokens: int, n_rows: int) -> None:
-        """Buffers for a step of so many tokens and rows. What was there is lost, launches and graphs too."""
+    def hold(self, n_tokens: int, n_rows: int, n_expanded: int = 0) -> None:
+        """Buffers for a step of so many tokens and rows, and positions whose latents are expanded. What was there is
+        lost, launches and graphs too."""
         p = self.places
-        if n_tokens <= p.token_capacity and n_rows <= p.row_capacity:
+        if n_tokens <= p.token_capacity and n_rows <= p.row_capacity and n_expanded <= p.expanded_capacity:
             return
         self._forget()
         p.token_capacity = max(p.token_capacity, aligned(n_tokens, 64))
         p.row_capacity = max(p.row_capacity, n_rows)
+        p.expanded_capacity = max(p.expanded_capacity, n_expanded)
         for memory in (self._values, self._inputs):
             if memory is not None:
                 memory.close()
-        room = Room(self._lowering, p.token_capacity, p.row_capacity)
+        room = Room(self._lowering, p.token_capacity, p.row_capacity, p.expanded_capacity)
         p.scratch_size = room.scratch
         self._values = arena = self._device.arena(room.arena, "working space")
         p.values = arena.take(room.values, "activations")
@@ -153,7 +155,8 @@ class Buffers:
         if n_tokens <= LEAST_TOKENS:  # most decisions: nothing is looked up for them
             return n_tokens
         n_tokens = min(n_tokens, largest_step(self._lowering))
-        if n_tokens <= self.places.token_capacity and not self._branch(1):
+        p, n_expanded = self.places, self._lowering.n_expanded(n_tokens, n_past + n_tokens)
+        if n_tokens <= p.token_capacity and n_expanded <= p.expanded_capacity and not self._branch(1):
             return n_tokens
         free, _ = self._device.memory()
         held = (self._values, self._inputs, self._tree, self._branches)

@@ -144,7 +144,7 @@ class CudaExecutor:
 
             self._tracing = Tracing(self._trace, device, self._stream, upload, weights)
         self._places = places = Places()
-        self._shapes: dict[tuple[int, int, bool, int], list[Launch]] = {}
+        self._shapes: dict[tuple[int, int, bool, int, int], list[Launch]] = {}
         self._graphs: dict[tuple[object, ...], GraphExec] = {}  # of steps by their shape, of tokens by what differs
         self._lowering = Lowering(
             device, self._kernels, self._stream, plan, groups, columns, places, lambda name: base + weights.place[name]
@@ -230,11 +230,12 @@ class CudaExecutor:
         """Make room for a step, send what it consists of; its launches are those of the shape returned."""
         n = len(step.tokens)
         self._buffers.back(self._n_past + n)
-        self._buffers.hold(n, max(1, len(step.rows)))
+        n_expanded = self._lowering.n_expanded(n, self._n_past + n)
+        self._buffers.hold(n, max(1, len(step.rows)), n_expanded)
         is_tree = step.n_keep != n or any(parent != i - 1 for i, parent in enumerate(step.parents))
         n_splits = self._lowering.n_splits(self._n_past + 1) if n == 1 and not is_tree else 0
         self._send(step, is_tree)
-        return Shape(n, len(step.rows), is_tree, n_splits)
+        return Shape(n, len(step.rows), is_tree, n_splits, n_expanded)
 
     def trace(
         self, step: Step, feed: "Callable[[Group], Mapping[str, bytes]]"

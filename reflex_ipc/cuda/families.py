@@ -27,17 +27,15 @@ CHUNK, CHUNK_KEYS, CHUNK_GATES = 16, 16384, 2192  # tokens, bytes of ChunkKeys a
 CHUNK_COLUMNS, CHUNK_SHARED = 32, 60192  # of a block, bytes of ChunkMemory
 LEAST_CHUNKED = 16
 """Tokens from which on the delta rule of a text goes by chunks."""
-
-LARGEST_RANK = 1024  # of latent attention: kernels/latent.cu
-_TILE = 8  # tokens of a block of `absorb`
-_COLUMNS = 64
+ABSORBED = 64
+"""Tokens up to which latent attention of a step is absorbed: cuda/latent.py says why."""
+SHARING = 4
+"""Heads of a block of absorbed attention where there are many: kernels/latent.cu."""
 
 _ROUTE = Struct("<3Q7if")
 _STEP = Struct("<4Q2i")
 _DELTA = Struct("<10Q7if")
 _DELTA_TOKEN = Struct("<9Q5i3f")
-_LATENT = Struct("<5QQqiiiI2Q4ifI")
-_ABSORB = Struct("<3Q6i")
 
 
 def refusal(plan: "Plan", op: "Any") -> str | None:
@@ -49,8 +47,10 @@ def refusal(plan: "Plan", op: "Any") -> str | None:
                 f"has keys of {d_k} and values of {d_v} numbers; the CUDA kernels take multiples of 4, and keys of up "
                 f"to {LARGEST_KEY}"
             )
-    if isinstance(op, ops.LatentAttention) and (op.rank > LARGEST_RANK or op.rank % 8 or op.latent.width % 8):
-        return f"has latents of rank {op.rank}; the CUDA kernels take multiples of 8 up to {LARGEST_RANK}"
+    if isinstance(op, ops.LatentAttention):
+        from reflex_ipc.cuda import latent
+
+        return latent.refusal(op)
     return None
 
 
@@ -61,27 +61,27 @@ def before_routers(plan: "Plan") -> frozenset[str]:
     return frozenset(op.out.name for op in plan.ops[: routers[-1]]) if routers else frozenset()
 
 
-def scratch_bytes(plan: "Plan", n_tokens: int) -> int:
-    """Room that products of experts need, latent attention and delta nets between their launches."""
+def scratch_bytes(plan: "Plan", n_tokens: int, n_expanded: int = 0) -> int:
+    """Room that products of experts need, latent attention and delta nets between their launches; `n_expanded` as in
+    `places.Shape`."""
     need = between_experts = for_experts = 0
     for op in plan.ops:
         if isinstance(op, ops.ExpertLinear):
             tensor = plan.weights[op.weight]
             per_expert = op.x.width != tensor.ne[0]
-            size = _expert_scratch(tensor, n_tokens, experts_of(plan, op), per_expert=per_expert)
+            size = expert_scratch(tensor, n_tokens, experts_of(plan, op), per_expert=per_expert)
             for_experts = max(for_experts, size)
             between_experts = max(between_experts, sum(_between_experts(op, n_tokens)))
         elif isinstance(op, ops.LatentAttention):
-            between = aligned(sum(_between(op, n_tokens)))
-            for name in op.weights:
-                size = _expert_scratch(plan.weights[name], n_tokens, _heads_of(plan, op, name), per_expert=True)
-                need = max(need, between + size)
+            from reflex_ipc.cuda import latent
+
+            need = max(need, latent.scratch_bytes(plan, op, n_tokens, n_expanded))
         elif isinstance(op, ops.DeltaRule):
             need = max(need, 4 * n_tokens * 2 * (op.q.width + op.v.width) + _chunk_bytes(op, n_tokens))
     return max(need, between_experts + for_experts)
 
 
-def _expert_scratch(tensor: "Tensor", n_tokens: int, experts: Experts, *, per_expert: bool) -> int:
+def expert_scratch(tensor: "Tensor", n_tokens: int, experts: Experts, *, per_expert: bool) -> int:
     from reflex_ipc.cuda.experts import expert_scratch_bytes
 
     return expert_scratch_bytes(n_tokens, tensor.ne[0], tensor.type.name, experts, per_expert=per_expert)
@@ -98,20 +98,19 @@ def experts_of(plan: "Plan", op: ops.ExpertLinear, ids: int = 0) -> Experts:
     return Experts(ids, op.routes.width, op.routes.width // 2, tensor.nbytes // n_expert, n_expert)
 
 
-def _heads_of(plan: "Plan", op: ops.LatentAttention, weight: str, ids: int = 0) -> Experts:
-    """Every head has a matrix of its own: heads are experts, and all of them are used."""
-    return Experts(ids, 0, op.n_head, plan.weights[weight].nbytes // op.n_head, op.n_head)
-
-
 def branch_bytes(plan: "Plan", n_tokens: int) -> int:
     """Room for the recurrent states behind every token of a tree, of one layer at a time."""
     sizes = (op.n_head_v * math.prod(_head_widths(op)) for op in plan.ops if isinstance(op, ops.DeltaRule))
     return 4 * n_tokens * max(sizes, default=0)
 
 
+def latents(plan: "Plan") -> list[ops.LatentAttention]:
+    return [op for op in plan.ops if isinstance(op, ops.LatentAttention)]
+
+
 def most_heads(plan: "Plan") -> int:
     """Heads that latent attention numbers."""
-    return max((op.n_head for op in plan.ops if isinstance(op, ops.LatentAttention)), default=0)
+    return max((op.n_head for op in latents(plan)), default=0)
 
 
 # Experts
@@ -140,7 +139,7 @@ def expert_linear(low: "Lowering", op: ops.ExpertLinear, shape: "Shape") -> "Ite
     matrix, experts = matrix_of(low, op, low.at(op.out)), experts_of(low.plan, op, low.at(op.routes))
     n_in = low.plan.weights[op.weight].ne[0]
     entry = Input(low.at(op.x), shape.n_tokens, n_in, op.x.width)
-    yield from _experts(low, entry, [matrix], experts, low.places.scratch, per_expert=op.x.width != n_in)
+    yield from expert_launches(low, entry, [matrix], experts, low.places.scratch, per_expert=op.x.width != n_in)
 
 
 def matrix_of(low: "Lowering", op: ops.ExpertLinear, out: int) -> Matrix:
@@ -149,7 +148,7 @@ def matrix_of(low: "Lowering", op: ops.ExpertLinear, out: int) -> Matrix:
     return Matrix(tensor.type.name, low.weight(op.weight), tensor.ne[1], out, tensor.ne[1])
 
 
-def _experts(
+def expert_launches(
     low: "Lowering",
     entry: Input,
     matrices: "Sequence[Matrix]",
@@ -185,11 +184,11 @@ def expert_group(low: "Lowering", group: "Group", shape: "Shape") -> "Iterator[L
         matrices = [matrix, matrix_of(low, firsts[1], act)]
     experts = experts_of(low.plan, gate, low.at(gate.routes))
     entry = Input(low.at(gate.x), n, gate.x.width, gate.x.width)
-    yield from _experts(low, entry, matrices, experts, scratch, per_expert=False)
+    yield from expert_launches(low, entry, matrices, experts, scratch, per_expert=False)
     is_grouped = are_grouped(n, experts, matrix.type)
     experts = experts._replace(bytes=weights[down.weight].nbytes // experts.n_expert)
     entry = Input(act, n, n_ff, down.x.width)
-    yield from _experts(
+    yield from expert_launches(
         low, entry, [matrix_of(low, down, mixed)], experts, scratch, per_expert=True, is_grouped=is_grouped
     )
     width = addition.out.width
@@ -321,81 +320,15 @@ def delta_group(low: "Lowering", group: "Group", shape: "Shape") -> "Iterator[La
 # Latent attention
 
 
-def _widths(op: ops.LatentAttention) -> tuple[int, int, int]:
-    """Numbers of a query, of its unrotated part, and of what a head makes of its mixed latents."""
-    d_q = op.q.width // op.n_head
-    return d_q, d_q - (op.latent.width - op.rank), op.out.width // op.n_head
-
-
-def _between(op: ops.LatentAttention, n_tokens: int) -> tuple[int, int, int]:
-    """Bytes of what the products with keys' matrices begin with, of absorbed queries, and of mixed latents. The first
-    are the queries' unrotated parts; of files that have `attn_kv_b` in one piece, its keys' rows as float32."""
-    _, d_nope, _ = _widths(op)
-    latents = 4 * n_tokens * op.n_head * op.rank
-    return 4 * op.n_head * d_nope * (n_tokens if len(op.weights) == 2 else op.rank), latents, latents
-
-
 def latent_attention(low: "Lowering", op: ops.LatentAttention, shape: "Shape") -> "Iterator[Launch]":
-    n, n_head, rank, p = shape.n_tokens, op.n_head, op.rank, low.places
-    d_q, d_nope, d_v = _widths(op)
-    first, latents, _ = sizes = _between(op, n)
-    absorbed = p.scratch + first
-    mixed = absorbed + latents
-    scratch = p.scratch + aligned(sum(sizes))
-    layer, page_bytes = low.cache_of(op.state)
-    cache = Struct("<QqiiiI").pack(layer, page_bytes, 1, op.latent.width, 0, 0)
-    yield low.launch("store_latent", (n, 1, 1), 32, [cache, low.at(op.latent), p.control])
-    yield from (_absorb if len(op.weights) == 2 else _absorb_rows)(low, op, n, absorbed, scratch)
-    arguments = _LATENT.pack(
-        mixed,
-        absorbed,
-        low.at(op.q),
-        p.mask if shape.is_tree else 0,
-        p.control,
-        layer,
-        page_bytes,
-        1,
-        op.latent.width,
-        0,
-        0,
-        p.partial,
-        p.tickets,
-        n,
-        n_head,
-        rank,
-        d_q,
-        op.scale,
-        0,
-    )
-    yield low.launch("attention_latent", (n_head, n, max(1, shape.n_splits)), 256, [arguments], 4 * op.latent.width)
-    entry = Input(mixed, n, rank, n_head * rank)
-    values = low.plan.weights[op.weights[-1]]
-    weight = low.weight(values.name) + (0 if len(op.weights) == 2 else d_nope * values.row_bytes)
-    matrix = Matrix(values.type.name, weight, d_v, low.at(op.out), d_v)
-    yield from _experts(low, entry, [matrix], _heads_of(low.plan, op, values.name, p.heads), scratch, per_expert=True)
+    from reflex_ipc.cuda import latent
+
+    yield from latent.latent_attention(low, op, shape)
 
 
-def _absorb(low: "Lowering", op: ops.LatentAttention, n: int, absorbed: int, scratch: int) -> "Iterator[Launch]":
-    """absorbed[t][h] = k_b[h] q_nope[t][h]."""
-    d_q, d_nope, _ = _widths(op)
-    k_b = low.plan.weights[op.weights[0]]
-    plain, numbers = low.places.scratch, n * op.n_head * d_nope
-    yield low.launch("slice", low.wide(numbers), 256, [plain, low.at(op.q), numbers, d_q, 0, d_nope])
-    entry = Input(plain, n, d_nope, op.n_head * d_nope)
-    matrix = Matrix(k_b.type.name, low.weight(k_b.name), op.rank, absorbed, op.rank)
-    heads = _heads_of(low.plan, op, k_b.name, low.places.heads)
-    yield from _experts(low, entry, [matrix], heads, scratch, per_expert=True)
-
-
-def _absorb_rows(low: "Lowering", op: ops.LatentAttention, n: int, absorbed: int, _: int) -> "Iterator[Launch]":
-    """The same from one `attn_kv_b`, which has k_b[h] by columns: they are dequantised once a step."""
-    d_q, d_nope, d_v = _widths(op)
-    kv_b = low.plan.weights[op.weights[0]]
-    columns, row, head = low.places.scratch, kv_b.row_bytes, (d_nope + d_v) * kv_b.row_bytes
-    grid = (-(-op.rank // 16 // 32), d_nope, op.n_head)
-    yield low.launch(f"embed_{kv_b.type.name}", grid, 32, [columns, low.weight(kv_b.name), 0, op.rank, row, head])
-    arguments = _ABSORB.pack(absorbed, low.at(op.q), columns, n, op.n_head, op.rank, d_nope, d_q, 0)
-    yield low.launch("absorb", (-(-op.rank // _COLUMNS), op.n_head, -(-n // _TILE)), _COLUMNS, [arguments])
+def heads_of(plan: "Plan", op: ops.LatentAttention, weight: str, ids: int = 0) -> Experts:
+    """Every head has a matrix of its own: heads are experts, and all of them are used."""
+    return Experts(ids, 0, op.n_head, plan.weights[weight].nbytes // op.n_head, op.n_head)
 
 
 METHODS: "dict[type, Callable[..., Iterator[Launch]]]" = {

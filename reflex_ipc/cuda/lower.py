@@ -34,7 +34,7 @@ MAX_SPLITS = 64
 _CACHE = Struct("<QqiiiI")
 _HEADS = Struct("<7Q" + _CACHE.format[1:] + "7if")
 _DECODE = Struct("<3Qfi")  # behind _HEADS
-_PREFILL = Struct("<4Q" + _CACHE.format[1:] + "iifI")
+_PREFILL = Struct("<4Q" + _CACHE.format[1:] + "iif3i")
 
 
 def check(plan: "Plan") -> None:
@@ -116,22 +116,32 @@ class Lowering:
         bucket = max(PAGE, 1 << (n_tokens - 1).bit_length())
         return max(1, min(bucket // MIN_SHARE, 2 * self.multiprocessors // self._least_blocks(), MAX_SPLITS))
 
+    def n_expanded(self, n_tokens: int, n_positions: int) -> int:
+        """Positions whose latents a step expands that leaves the cache with `n_positions`: the same for many of them;
+        0 for a short step, and where there are no latents."""
+        if n_tokens <= families.ABSORBED or not families.latents(self.plan):  # in this order: most steps are short
+            return 0
+        from reflex_ipc.cuda import latent
+
+        return latent.n_expanded(n_positions)
+
     def _attentions(self) -> "list[ops.Attention]":
         return [op for op in self.plan.ops if isinstance(op, ops.Attention)]
-
-    def _latents(self) -> "list[ops.LatentAttention]":
-        return [op for op in self.plan.ops if isinstance(op, ops.LatentAttention)]
 
     def _least_blocks(self) -> int:
         if not self._blocks:  # every token of decoding asks
             heads = [op.n_head_kv * _decode_shape(op)[2] for op in self._attentions()]
-            self._blocks = max(heads + [op.n_head for op in self._latents()], default=1)
+            # Blocks of several heads count twice: the last one puts together what all have left of each.
+            shared = [2 * -(-op.n_head // families.SHARING) for op in families.latents(self.plan)]
+            self._blocks = max(heads + shared, default=1)
         return self._blocks
 
     def partial_bytes(self) -> int:
         """Room for what the blocks of decoding's attention leave each other."""
         widths = [op.n_head * (op.v.width // op.n_head_kv + 2) for op in self._attentions()]
-        return 4 * MAX_SPLITS * max(widths + [op.n_head * (op.rank + 2) for op in self._latents()], default=0)
+        return (
+            4 * MAX_SPLITS * max(widths + [op.n_head * (op.rank + 2) for op in families.latents(self.plan)], default=0)
+        )
 
     def ticket_bytes(self) -> int:
         """Room for the counters of decoding's attention, which must be zero."""
@@ -412,22 +422,30 @@ class Lowering:
         )
 
     def _prefill(self, op: ops.Attention, q: int, shape: Shape) -> "Launch":
-        width, rows, columns = _prefill_shape(op)
+        return self.prefill(q, self.at(op.out), self._cache(op), op.n_head, op.n_head, op.scale, shape)
+
+    def prefill(
+        self,
+        q: int,
+        out: int,
+        cache: "tuple[int, int, int, int, int, int]",
+        n_head: int,
+        stride: int,
+        scale: float,
+        shape: Shape,
+        rest: tuple[int, int] = (0, 0),
+    ) -> "Launch":
+        """Attention of a step over a cache (kernels/cache.cuh) by n_head heads, of the `stride` that a row of q and of
+        out has. `rest`: halves behind keys and values, where what their halves lose is, and how many numbers of a key
+        have any."""
+        _, _, n_head_kv, d, d_v, _ = cache
+        name, width, rows, columns = _prefill_shape(d, d_v, exact=rest[0] > 0)
         p = self.places
-        arguments = _PREFILL.pack(
-            q,
-            self.at(op.out),
-            p.mask if shape.is_tree else 0,
-            p.control,
-            *self._cache(op),
-            shape.n_tokens,
-            op.n_head,
-            op.scale,
-            0,
-        )
-        tiles = -(-shape.n_tokens * (op.n_head // op.n_head_kv) // rows)
+        mask = p.mask if shape.is_tree else 0
+        arguments = _PREFILL.pack(q, out, mask, p.control, *cache, shape.n_tokens, n_head, scale, stride, *rest)
+        tiles = -(-shape.n_tokens * (n_head // n_head_kv) // rows)
         shared = 2 * (2 * rows + columns) * (width + 8) + 4 * (2 * columns + rows)
-        return self.launch(f"attention_prefill_{width}", (tiles, op.n_head_kv, 1), 2 * rows, [arguments], shared)
+        return self.launch(f"attention_prefill_{name}", (tiles, n_head_kv, 1), 2 * rows, [arguments], shared)
 
 
 def _split(group: "Group") -> "tuple[ops.RmsNorm | None, list[Any]]":
@@ -451,10 +469,12 @@ def _decode_shape(op: ops.Attention) -> tuple[int, int, int]:
     return lanes, at_once, -(-group // at_once)
 
 
-def _prefill_shape(op: ops.Attention) -> tuple[int, int, int]:
-    """Compiled width, rows and columns of a tile: attention_prefill.cu."""
-    width = next(n for n in (32, 64, 96, 128, 192, 256) if n >= _head_width(op))
-    return (width, 64, 64) if width <= 128 else (width, 32, 32)
+def _prefill_shape(d: int, d_v: int, *, exact: bool) -> tuple[str, int, int, int]:
+    """Name, compiled width of keys, rows and columns of a tile: attention_prefill.cu."""
+    if exact:
+        return "exact", 192, 64, 32
+    width = next(n for n in (64, 96, 128, 192, 256) if n >= max(d, d_v))
+    return (str(width), width, 64, 64) if width <= 128 else (str(width), width, 32, 32)
 
 
 _METHODS: "dict[type, Callable[..., Iterator[Launch]]]" = {

@@ -20,19 +20,23 @@ STEP = 64
 
 class Shape:
     """What launches depend on: tokens, rows that want logits, whether `parents` form a tree, the blocks that share the
-    positions of one head in decoding (0 for a prompt)."""
+    positions of one head in decoding (0 for a prompt), and how many positions' latents are expanded at most (0: they
+    are attended to as they are)."""
 
-    __slots__ = ("is_tree", "n_rows", "n_splits", "n_tokens")
+    __slots__ = ("is_tree", "n_expanded", "n_rows", "n_splits", "n_tokens")
 
-    def __init__(self, n_tokens: int, n_rows: int, is_tree: bool = False, n_splits: int = 0) -> None:
+    def __init__(
+        self, n_tokens: int, n_rows: int, is_tree: bool = False, n_splits: int = 0, n_expanded: int = 0
+    ) -> None:
         self.n_tokens = n_tokens
         self.n_rows = n_rows
         self.is_tree = is_tree
         self.n_splits = n_splits
+        self.n_expanded = n_expanded
 
     @property
-    def key(self) -> tuple[int, int, bool, int]:
-        return self.n_tokens, self.n_rows, self.is_tree, self.n_splits
+    def key(self) -> tuple[int, int, bool, int, int]:
+        return self.n_tokens, self.n_rows, self.is_tree, self.n_splits, self.n_expanded
 
 
 class Places:
@@ -42,6 +46,7 @@ class Places:
         "branches",
         "cache",
         "control",
+        "expanded_capacity",
         "frequencies",
         "heads",
         "mask",
@@ -73,6 +78,7 @@ class Places:
     selected: int  # (columns, row_capacity)
     token_capacity: int
     row_capacity: int
+    expanded_capacity: int  # positions, as `Shape.n_expanded`, that scratch has room for
     tokens: int  # (token_capacity) int32, and so positions
     positions: int
     rows: int  # (row_capacity) int32

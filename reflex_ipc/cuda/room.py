@@ -4,7 +4,7 @@ from reflex_ipc.cuda import families, lower
 from reflex_ipc.cuda.memory import aligned
 from reflex_ipc.cuda.places import PAGE, Columns
 from reflex_ipc.cuda.sampling import CONTROL
-from reflex_ipc.ops import ExpertLinear, LatentAttention
+from reflex_ipc.ops import ExpertLinear
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,17 +19,18 @@ _NOT_FULL = 4096
 
 
 class Room:
-    """Bytes of all that has a place of its own in a step of up to `n_tokens`, of which `n_rows` want logits."""
+    """Bytes of all that has a place of its own in a step of up to `n_tokens`, of which `n_rows` want logits; of
+    `n_expanded` positions latents are expanded."""
 
     __slots__ = ("inputs", "scratch", "selected", "tables", "values")
 
-    def __init__(self, low: "Lowering", n_tokens: int, n_rows: int) -> None:
+    def __init__(self, low: "Lowering", n_tokens: int, n_rows: int, n_expanded: int) -> None:
         self.values = 4 * low.columns.width * n_tokens
         self.selected = 4 * low.columns.selected_width * n_rows
         self.scratch = max(
             low.linear_scratch(n_tokens, n_rows),
             low.finished_bytes(n_tokens),
-            families.scratch_bytes(low.plan, n_tokens),
+            families.scratch_bytes(low.plan, n_tokens, n_expanded),
         )
         self.tables = {key: 4 * rope.n_rot * n_tokens for key, rope in lower.tables_of(low.plan).items()}
         self.inputs = CONTROL.size + 4 * (2 * n_tokens + n_rows)
@@ -54,7 +55,7 @@ def ancestor_bytes(n_tokens: int, n_room: int) -> int:
 def tree_bytes(low: "Lowering", n_past: int, n_backed: int, n_tokens: int) -> int:
     """All that scoring a tree of `n_tokens` behind `n_past` takes, beside what the cache has: `n_backed` positions."""
     n_room = aligned(n_tokens, 64)
-    room = Room(low, n_room, min(n_tokens, HEAD_ROWS))
+    room = Room(low, n_room, min(n_tokens, HEAD_ROWS), low.n_expanded(n_tokens, n_past + n_tokens))
     cache = max(0, low.layout.pages(n_past + n_tokens) - n_backed // PAGE) * low.layout.page_bytes
     branches = families.branch_bytes(low.plan, n_tokens)
     return room.arena + room.inputs + ancestor_bytes(n_tokens, n_room) + branches + cache
@@ -62,10 +63,13 @@ def tree_bytes(low: "Lowering", n_past: int, n_backed: int, n_tokens: int) -> in
 
 def largest_step(low: "Lowering") -> int:
     """Tokens that a step may have, whatever the memory: 65,535, as a grid has no more rows. Where a token has experts,
-    or heads with a matrix of their own, tiles of such choices are rows of the grid: full ones of `experts.tile_width`,
-    and one more for each expert."""
+    or heads with a matrix of their own that cannot be expanded, tiles of such choices are rows of the grid: full ones
+    of `experts.tile_width`, and one more for each expert."""
     choices = [op.routes.width // 2 for op in low.plan.ops if isinstance(op, ExpertLinear)]
-    choices += [op.n_head for op in low.plan.ops if isinstance(op, LatentAttention)]
+    if latents := families.latents(low.plan):
+        from reflex_ipc.cuda.latent import can_expand
+
+        choices += [op.n_head for op in latents if not can_expand(op)]
     if not choices:
         return _GRID
     from reflex_ipc.cuda.experts import tile_width

@@ -25,6 +25,7 @@ FILES = (
     "recurrent",
     "experts",
     "latent",
+    "expand",
     "rows",
     "gemm",
     "products",
@@ -45,7 +46,7 @@ inline uint32_t low_bits(const uint8_t* p) { return (uint32_t)(uintptr_t)p; }
 """
 """Blocks are read from shared memory as from anywhere."""
 
-MADE_BY_MACRO = re.compile(r"\b(attention_(?:decode|prefill)_|embed_|delta_rule_|delta_tree_)##")
+MADE_BY_MACRO = re.compile(r"\b(attention_(?:decode|prefill|latent)_|embed_|delta_rule_|delta_tree_)##")
 """The part of a kernel's name that a macro puts in front of what it varies."""
 
 

@@ -8,7 +8,7 @@ import pytest
 from legacy_file import PACKED
 
 from reflex_ipc import ops
-from reflex_ipc.cuda import families
+from reflex_ipc.cuda import families, latent
 from reflex_ipc.cuda.fuse import Group
 from reflex_ipc.cuda.lower import MAX_SPLITS, Lowering
 from reflex_ipc.cuda.places import PAGE, Places, Shape
@@ -70,7 +70,7 @@ class Bench(Lowering):
         self.step[0] = past
         self.step[8 : 8 + n] = cp.arange(n)
         self.step[8 + 4096 : 8 + 4096 + n] = cp.asarray(range(past, past + n) if positions is None else positions)
-        size = max(self.finished_bytes(n), families.scratch_bytes(self.plan, n))
+        size = max(self.finished_bytes(n), families.scratch_bytes(self.plan, n, shape.n_expanded))
         scratch = cp.full(size // 4 + 64, cp.nan, cp.float32)
         self.places.scratch = scratch.data.ptr
         if mask is not None:
@@ -321,36 +321,125 @@ def test_attention_with_its_norms_and_rotations(device, kernels, style, with_nor
         assert error(out, expected[-1:]) <= 1e-3
 
 
+# Latent attention
+
+
+class Latent:
+    """One op of random matrices, packed as `kind`, and inputs for `total` tokens. Shape: n_head, d_nope, d_rope, d_v,
+    rank."""
+
+    def __init__(self, device, kernels, shape, kind, total, *, is_legacy):
+        n_head, d_nope, d_rope, d_v, rank = self.shape = shape
+        plain = {"k": (n_head, rank, d_nope), "v": (n_head, d_v, rank)}
+        if is_legacy:
+            plain = {"w": (n_head, d_nope + d_v, rank)}
+        ggml = next(t for t in TYPES.values() if t.name == kind)
+        weights, tensors, matrices = {}, {}, {}
+        for name, dims in plain.items():
+            values = np.random.default_rng(4).standard_normal(dims).astype(np.float32) * rank**-0.5
+            raw = PACKED[kind](values.reshape(-1, dims[2]))
+            ne = (rank, n_head * dims[1]) if is_legacy else dims[::-1]
+            weights[name], tensors[name] = np.frombuffer(raw, np.uint8), Tensor(name, ggml, ne, 0, 0, len(raw))
+            matrices[name] = cp.asarray(dequantise(raw, kind, values.size)).astype(cp.float64).reshape(dims)
+        if is_legacy:
+            self.k_b, self.v_b = matrices["w"][:, :d_nope].transpose(0, 2, 1), matrices["w"][:, d_nope:]
+        else:
+            self.k_b, self.v_b = matrices["k"], matrices["v"]
+        q, row, out = Value("q", n_head * (d_nope + d_rope)), Value("l", rank + d_rope), Value("a", n_head * d_v)
+        scale = (d_nope + d_rope) ** -0.5
+        self.op = ops.LatentAttention("a", out, q, row, "s", tuple(plain), n_head, rank, scale)
+        self.bench = Bench(device, kernels, [self.op], weights, tensors, cache_tokens=total)
+        self.q, self.rows = random((total, q.width)), random((total, row.width), 1)
+
+    def run(self, begin, end, *, expand, mask=None):
+        n_expanded = latent.n_expanded(end) if expand else 0
+        shape = Shape(end - begin, 0, mask is not None, 0, n_expanded)
+        part = {"q": self.q[begin:end], "l": self.rows[begin:end]}
+        (out,) = self.bench.run(alone(self.op), shape, part, past=begin, mask=mask)
+        return out
+
+    def expected(self, begin, visible):
+        """Float64, of the tokens from `begin` on, by the latents as they were before they were cached."""
+        n_head, d_nope, _, _, rank = self.shape
+        heads, c = self.q[begin:].astype(cp.float64), self.rows.astype(cp.float64)
+        heads = heads.reshape(len(heads), n_head, -1)
+        absorbed = cp.einsum("thd,hrd->thr", heads[:, :, :d_nope], self.k_b)
+        scores = cp.einsum("thr,sr->hts", cp.concatenate([absorbed, heads[:, :, d_nope:]], axis=2), c) * self.op.scale
+        scores = cp.where(visible[None], scores, -cp.inf)
+        weights = cp.exp(scores - scores.max(axis=2, keepdims=True))
+        weights /= weights.sum(axis=2, keepdims=True)
+        mixed = cp.einsum("hts,sr->thr", weights, c[:, :rank])
+        return cp.einsum("thr,hvr->thv", mixed, self.v_b).reshape(len(heads), -1)
+
+
+LATENT_SHAPES = [(16, 128, 64, 128, 512), (3, 72, 16, 40, 256)]
+
+
 @pytest.mark.parametrize("kind", PACKED)
 @pytest.mark.parametrize(("past", "n"), [(0, 1), (0, 9), (61, 67)])
-@pytest.mark.parametrize("shape", [(16, 128, 64, 128, 512), (3, 72, 16, 40, 256)])
+@pytest.mark.parametrize("shape", LATENT_SHAPES)
 def test_latent_attention_of_legacy_files(device, kernels, shape, past, n, kind):
     """`attn_kv_b` in one piece, of DeepSeek-V2-Lite's shape and of one that fills no block."""
-    n_head, d_nope, d_rope, d_v, rank = shape
-    total, n_out = past + n, n_head * (d_nope + d_v)
-    ggml = next(t for t in TYPES.values() if t.name == kind)
-    raw = PACKED[kind](np.random.default_rng(4).standard_normal((n_out, rank)).astype(np.float32) * rank**-0.5)
-    q, latent = Value("q", n_head * (d_nope + d_rope)), Value("l", rank + d_rope)
-    scale = (d_nope + d_rope) ** -0.5
-    op = ops.LatentAttention("a", Value("a", n_head * d_v), q, latent, "s", ("w",), n_head, rank, scale)
-    weight = {"w": np.frombuffer(raw, np.uint8)}
-    tensor = {"w": Tensor("w", ggml, (rank, n_out), 0, 0, len(raw))}
-    bench = Bench(device, kernels, [op], weight, tensor, cache_tokens=total)
-    x, rows = random((total, q.width)), random((total, latent.width), 1)
-    matrix = cp.asarray(dequantise(raw, kind, n_out * rank)).astype(cp.float64).reshape(n_head, -1, rank)
-    heads, c = x.astype(cp.float64).reshape(total, n_head, -1), rows.astype(cp.float64)
-    absorbed = cp.einsum("thd,hdr->thr", heads[:, :, :d_nope], matrix[:, :d_nope])
-    scores = cp.einsum("thr,sr->hts", cp.concatenate([absorbed, heads[:, :, d_nope:]], axis=2), c) * scale
-    scores = cp.where(cp.tril(cp.ones((total, total), bool))[None], scores, -cp.inf)
-    weights = cp.exp(scores - scores.max(axis=2, keepdims=True))
-    weights /= weights.sum(axis=2, keepdims=True)
-    mixed = cp.einsum("hts,sr->thr", weights, c[:, :rank])
-    expected = cp.einsum("thr,hvr->thv", mixed, matrix[:, d_nope:]).reshape(total, -1)
+    total = past + n
+    one = Latent(device, kernels, shape, kind, total, is_legacy=True)
+    expected = one.expected(0, cp.tril(cp.ones((total, total), bool)))
     for begin, end in ((0, past), (past, total)):
         if end > begin:
-            part = {"q": x[begin:end], "l": rows[begin:end]}
-            (out,) = bench.run(alone(op), Shape(end - begin, 0), part, past=begin)
-            assert error(out, expected[begin:end]) <= 2e-3
+            assert error(one.run(begin, end, expand=False), expected[begin:end]) <= 2e-3
+
+
+@pytest.mark.parametrize(("kind", "is_legacy"), [("F16", False), ("Q4_K", True)])
+@pytest.mark.parametrize(("past", "n"), [(0, 5), (0, 130), (61, 67), (250, 400), (1100, 700)])
+@pytest.mark.parametrize("shape", [*LATENT_SHAPES, (4, 32, 16, 32, 256)])
+def test_latent_attention_expanded(device, kernels, monkeypatch, shape, past, n, kind, is_legacy):
+    """The same bits with all heads at once and one by one; and what the absorbed form has, to what is rounded."""
+    total = past + n
+    one = Latent(device, kernels, shape, kind, total, is_legacy=is_legacy)
+    expected = one.expected(0, cp.tril(cp.ones((total, total), bool)))
+    if past:
+        assert error(one.run(0, past, expand=True), expected[:past]) <= 1e-3
+    out = one.run(past, total, expand=True).copy()
+    assert error(out, expected[past:]) <= 1e-3
+    assert error(out, one.run(past, total, expand=False).astype(cp.float64)) <= 1e-5
+    monkeypatch.setattr(latent, "EXPANDED", 1)
+    assert (one.run(past, total, expand=True) == out).all()
+
+
+@pytest.mark.parametrize("shape", [*LATENT_SHAPES, (6, 32, 16, 32, 1024)])
+def test_latent_attention_of_heads_that_share_a_block(device, kernels, shape):
+    """A token's positions shared out among blocks, of which some have none; several tokens."""
+    past, n = 600, 60
+    one = Latent(device, kernels, shape, "F16", past + n, is_legacy=False)
+    expected = one.expected(0, cp.tril(cp.ones((past + n, past + n), bool)))
+    one.run(0, past, expand=True)
+    assert error(one.run(past, past + n, expand=False), expected[past:]) <= 1e-3
+    for n_splits in (1, 2, 7, 64, one.bench.n_splits(past + n)):
+        part = {"q": one.q[-1:], "l": one.rows[-1:]}
+        (out,) = one.bench.run(alone(one.op), Shape(1, 0, n_splits=n_splits), part, past=past + n - 1)
+        assert error(out, expected[-1:]) <= 1e-3
+        assert not one.bench.tickets.any()
+
+
+@pytest.mark.parametrize("shape", LATENT_SHAPES)
+def test_latent_attention_of_a_tree_expanded(device, kernels, shape):
+    from reflex_ipc.cuda.scoring import mask_of
+
+    from reflex_ipc.plan import Step
+
+    past, n = 70, 200
+    rng = np.random.default_rng(5)
+    parents = [-1] + [int(rng.integers(max(-1, i - 90), i)) for i in range(1, n)]
+    parents[40] = parents[120] = PARENT_NONE
+    visible = np.zeros((n, past + n), bool)
+    for i, parent in enumerate(parents):
+        visible[i] = visible[parent] if parent >= 0 else False
+        visible[i, :past] |= parent == -1
+        visible[i, past + i] = True
+    one = Latent(device, kernels, shape, "F16", past + n, is_legacy=False)
+    one.run(0, past, expand=True)
+    mask = np.frombuffer(mask_of(Step([0] * n, [0] * n, parents, [], 0)), np.uint32)
+    out = one.run(past, past + n, expand=True, mask=mask)
+    assert error(out, one.expected(past, cp.asarray(visible))) <= 1e-3
 
 
 # Sampling

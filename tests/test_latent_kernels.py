@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from emulator.build import library
 from legacy_file import PACKED
-from reflex_ipc.cuda.scoring import mask_of
 
 from reflex_ipc.cuda import experts, families, latent, launch
 from reflex_ipc.cuda.device import start_driver
@@ -18,6 +17,7 @@ from reflex_ipc.cuda.fuse import Group
 from reflex_ipc.cuda.launch import Kernels
 from reflex_ipc.cuda.lower import Lowering
 from reflex_ipc.cuda.places import Places, Shape
+from reflex_ipc.cuda.steps import mask_of
 from reflex_ipc.gguf import TYPES, Tensor
 from reflex_ipc.ops import LatentAttention, Value
 from reflex_ipc.plan import PARENT_NONE, PARENT_STATE, Plan, Step

@@ -422,8 +422,7 @@ def test_latent_attention_of_heads_that_share_a_block(device, kernels, shape):
 
 @pytest.mark.parametrize("shape", LATENT_SHAPES)
 def test_latent_attention_of_a_tree_expanded(device, kernels, shape):
-    from reflex_ipc.cuda.scoring import mask_of
-
+    from reflex_ipc.cuda.steps import mask_of
     from reflex_ipc.plan import Step
 
     past, n = 70, 200

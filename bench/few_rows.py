@@ -34,7 +34,7 @@ from reflex_ipc.cuda.device import Device, start_driver  # noqa: E402
 from reflex_ipc.cuda.few import FewShape, few, few_parts, few_shape, few_shapes  # noqa: E402
 from reflex_ipc.cuda.formats import ALONE, FLOATS, FORMATS, WHOLE, WIDTHS  # noqa: E402
 from reflex_ipc.cuda.gemm import gemm_half  # noqa: E402
-from reflex_ipc.cuda.launch import Kernels, Launch  # noqa: E402
+from reflex_ipc.cuda.launch import Kernels  # noqa: E402
 from reflex_ipc.cuda.products import Call, Input, Limits, Matrix, Room, limits_of, pack_matrices, prepare  # noqa: E402
 from reflex_ipc.reference.dequant import dequantise  # noqa: E402
 
@@ -159,7 +159,7 @@ class Bench:
         with self.stream.capture() as capture:
             for calls in layers:
                 for call in calls:
-                    self.prepare(call, self.dependent)()
+                    call.prepare(self.kernels, self.stream, self.dependent)()
         graph = capture.graph.instantiate()
         capture.graph.close()
         before, after = self.device.event(timing=True), self.device.event(timing=True)
@@ -177,16 +177,8 @@ class Bench:
 
     def run(self, calls: Sequence[Call]) -> None:
         for call in calls:
-            self.prepare(call, False)()
+            call.prepare(self.kernels, self.stream)()
         self.stream.synchronize()
-
-    def prepare(self, call: Call, dependent: bool) -> Launch:
-        return self.kernels.function(call.kernel).prepare(
-            *(call.grid, call.block, call.arguments, self.stream),
-            shared=call.shared,
-            dependent=dependent,
-            cluster=call.cluster,
-        )
 
     def entry(self, m: int, product: Product) -> Input:
         return Input(self.x, m, product.n_in, product.n_in)

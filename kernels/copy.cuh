@@ -62,8 +62,9 @@ __device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t phase) {
       "r"(phase)
       : "memory");
 }
-// One more at a count in shared memory, which goes from 0 to `last` and then is 0 again; what it was. This orders no
-// writes: it is for threads that have only read.
+// One more at a count in shared memory, which goes from 0 to `last` and then is 0 again; what it was. Relaxed: a fence of
+// the block would wait for copies that are under way. It is for threads that have only read shared memory, which serves
+// the accesses of a warp in their order.
 __device__ __forceinline__ uint32_t count_up(uint32_t count, uint32_t last) {
   uint32_t before;
   asm volatile("atom.relaxed.cta.shared.inc.u32 %0, [%1], %2;" : "=r"(before) : "r"(count), "r"(last) : "memory");

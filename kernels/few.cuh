@@ -1,13 +1,14 @@
 // A few rows x at once, many enough that reading them costs: out[t] = W x[t] on tensor cores.
 //
-// A warp multiplies 16 rows of W with N rows of x, more than 16. Lane 4 g + t reads pieces (dequant.cuh) t, t + 4, ... of
+// A warp multiplies 16 rows of W with N rows of x. Lane 4 g + t reads pieces (dequant.cuh) t, t + 4, ... of
 // rows g and g + 8 and turns them into halves in registers: the columns of a sum may come in any order as long as both
 // factors agree on it, so weights never go back through shared memory. How: k-quants as whole numbers (whole.cuh), the
 // others in runs divided by powers of two (operand.cuh).
 //
 // W, as the file has it, and x go through stages in shared memory (stage.cuh) that are filled while earlier ones are
 // multiplied: of W each warp has its own, which it fills itself, and those of x are the block's, filled by the warp that
-// is through with one last (ring.cuh). So no warp waits for another but for a stage of x. x comes ready (prepare_pages,
+// is through with one last (ring.cuh). So warps wait for each other but for a stage of x only, and where four multiply
+// together. x comes ready (prepare_pages,
 // rows.cu) in pages of 256 columns: 32 units of 8 columns, N rows each, then the sums over every 32 columns. Elements of
 // a unit are crossed: 0 2 1 3 4 6 5 7. Row r of unit u is at place r ^ turn(u), so that the four units that the lanes of
 // a row read at once do not meet in a bank, whatever the format.
@@ -437,7 +438,7 @@ __device__ __forceinline__ void few(const FewArgs& args) {
     Whole<Format> a0 = read(0, begin, 0), a1 = read(1, begin, 0);
 #pragma unroll 1
     for (int stage = begin; stage < end; ++stage) {
-      const int place = feed.now.place, next = place + 1 == stages ? 0 : place + 1;
+      const int place = feed.now.at, next = place + 1 == stages ? 0 : place + 1;
       feed.wait();
       __syncwarp();
       multiply_together<Format, N>(a0, a1, feed.address(place), sums, [&] {
@@ -452,7 +453,7 @@ __device__ __forceinline__ void few(const FewArgs& args) {
   } else {
 #pragma unroll 1
     for (int stage = begin; stage < end; ++stage) {
-      const int place = feed.now.place;
+      const int place = feed.now.at;
       wait_copies(has_copy_engine ? stages - 1 : stages - 2);
       if constexpr (has_copy_engine) {
         feed.wait();
@@ -494,6 +495,7 @@ __device__ __forceinline__ void few(const FewArgs& args) {
       // Every block of the cluster adds up a share of the rows of x.
       const int parts = gridDim.z, share = (N + parts - 1) / parts, from = min(N, (int)blockIdx.z * share);
       const uint32_t address = shared_address(mine);
+      __syncwarp();
       cluster_barrier();
       write_out<N, stride>(args, tile, from, min(N, from + share), [&](int at) {
         float4 total = {};
@@ -501,6 +503,7 @@ __device__ __forceinline__ void few(const FewArgs& args) {
         for (int p = 0; p < parts; ++p) total = total + load_of_block(address + 4 * at, p);
         return total;
       });
+      __syncwarp();
       cluster_barrier();  // what others still read
       return;
     }

@@ -18,7 +18,7 @@
 // of tiles beyond the last return. Launch: 32 threads a warp, up to `grouped_threads`; dynamic shared memory two stages.
 #pragma once
 
-#include "few.cuh"
+#include "stage.cuh"
 
 namespace reflex {
 

@@ -9,12 +9,12 @@
 
 namespace reflex {
 
-// Which of `stages` places comes next, and whether it is the turn of an even or an odd round.
-struct Turn {
-  uint32_t place = 0, phase = 0;
+// One of `stages` places after the other, and whether the round is an even or an odd one.
+struct Place {
+  uint32_t at = 0, phase = 0;
 
   __device__ __forceinline__ void advance(uint32_t stages) {
-    if (++place == stages) place = 0, phase ^= 1;
+    if (++at == stages) at = 0, phase ^= 1;
   }
 };
 
@@ -22,7 +22,7 @@ struct Ring {
   uint32_t data;                 // shared address of the warp's stages, a multiple of 16
   uint32_t barriers;             // and of their barriers, 8 bytes each
   uint32_t stages, stage_bytes;  // at most 2; one is enough where copies do not run in the background
-  Turn next, oldest;             // stages: the one to fill, the one to empty
+  Place next, oldest;            // stages: the one to fill, the one to empty
 
   // To be followed by a barrier of the warp.
   __device__ __forceinline__ Ring(uint32_t data, uint32_t barriers, uint32_t stages, uint32_t stage_bytes)
@@ -38,13 +38,13 @@ struct Ring {
   template <bool alike>
   __device__ __forceinline__ void fill(int rows, int slot, const uint8_t* from, int length) {
     const int lane = threadIdx.x % 32;
-    const uint32_t to = data + next.place * stage_bytes;
+    const uint32_t to = data + next.at * stage_bytes;
     const int early = alike ? 0 : (int)(reinterpret_cast<uintptr_t>(from) & 15);
     const uint8_t* begin = from - early;
     const int bytes = length > 0 ? (early + length + 15) & ~15 : 0;
     if constexpr (has_copy_engine) {
       const uint32_t total = alike ? rows * bytes : sum_of_warp(lane < rows ? bytes : 0);
-      const uint32_t barrier = barriers + 8 * next.place;
+      const uint32_t barrier = barriers + 8 * next.at;
       if (lane == 0) expect_bytes(barrier, total);
       if (lane < rows && length > 0) copy_bulk(to + lane * slot, begin, bytes, barrier);
     } else {
@@ -62,7 +62,7 @@ struct Ring {
   // Wait for the oldest stage; its shared address.
   __device__ __forceinline__ uint32_t wait() {
     if constexpr (has_copy_engine) {
-      wait_barrier(barriers + 8 * oldest.place, oldest.phase);
+      wait_barrier(barriers + 8 * oldest.at, oldest.phase);
     } else {
       if (stages == 2) {
         wait_copies<1>();
@@ -71,7 +71,7 @@ struct Ring {
       }
       __syncwarp();
     }
-    return data + oldest.place * stage_bytes;
+    return data + oldest.at * stage_bytes;
   }
 
   // The oldest stage has been read by this lane; when all have, it may be filled again.
@@ -91,7 +91,7 @@ struct Feed {
   uint32_t data;      // shared address of the stages, a multiple of 16
   uint32_t barriers;  // and of the barriers
   uint32_t stages, stage_bytes;
-  Turn now;  // the one that this warp reads
+  Place now;  // the one that this warp reads
 
   // To be followed by a barrier of the block.
   __device__ __forceinline__ Feed(uint32_t data, uint32_t barriers, uint32_t stages, uint32_t stage_bytes)
@@ -120,14 +120,14 @@ struct Feed {
   // Wait for the stage that comes now. Before sm_90 the thread has waited for its copies, and a barrier of the block
   // followed.
   __device__ __forceinline__ void wait() const {
-    if constexpr (has_copy_engine) wait_barrier(barriers + 8 * now.place, now.phase);
+    if constexpr (has_copy_engine) wait_barrier(barriers + 8 * now.at, now.phase);
   }
 
-  // Every lane of the warp has read the stage. Whether all other warps have too, and it is this lane's to fill it again;
-  // for a copy engine only.
+  // Every lane of the warp has read the stage, and __syncwarp() or the wait for the tensor core stands behind that. Whether
+  // all other warps have too, and it is this lane's to fill it again; for a copy engine only.
   __device__ __forceinline__ bool is_last() const {
     const uint32_t last = blockDim.x / 32 - 1;
-    return threadIdx.x % 32 == 0 && count_up(barriers + 8 * most + 4 * now.place, last) == last;
+    return threadIdx.x % 32 == 0 && count_up(barriers + 8 * most + 4 * now.at, last) == last;
   }
 
   __device__ __forceinline__ uint32_t address(uint32_t place) const { return data + place * stage_bytes; }

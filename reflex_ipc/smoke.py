@@ -111,17 +111,8 @@ class Bench:
         """n float32 of a buffer, when everything queued is done."""
         return array("f", self.stream.read(address, 4 * n))
 
-    def run(
-        self,
-        kernel: str,
-        grid: "Shape",
-        block: int,
-        *arguments: "int | float | bytes",
-        shared: int = 0,
-        cluster: "Shape | None" = None,
-    ) -> None:
-        function = self.kernels.function(kernel)
-        function.prepare(grid, (block, 1, 1), arguments, self.stream, shared=shared, cluster=cluster)()
+    def run(self, kernel: str, grid: "Shape", block: int, *arguments: "int | float | bytes", shared: int = 0) -> None:
+        self.kernels.function(kernel).prepare(grid, (block, 1, 1), arguments, self.stream, shared=shared)()
 
     def check_guards(self, family: str) -> None:
         for address in self.guards:
@@ -258,8 +249,7 @@ def _products(bench: Bench) -> "Iterator[Outcome]":
             scratch = bench.room(max(linear.scratch_bytes(n, n_in, [product]), 4))
             entry = products.Input(bench.floats(x), n, n_in, n_in)
             for call in linear.linear(bench.limits, entry, [product], scratch):
-                shape = call.grid, call.block[0]
-                bench.run(call.kernel, *shape, *call.arguments, shared=call.shared, cluster=call.cluster)
+                call.prepare(bench.kernels, bench.stream)()
             wanted = [sum(a * b for a, b in zip(row, w, strict=True)) for row in _rows(x, n_in) for w in matrix]
             yield bench.get(out, n * n_out), wanted, 1e-3
 

@@ -49,10 +49,7 @@ def emulated(where, groups):
 
         def run(calls):
             for call in calls:
-                function = kernels.function(call.kernel)
-                function.prepare(
-                    call.grid, call.block, call.arguments, stream, shared=call.shared, cluster=call.cluster
-                )()
+                call.prepare(kernels, stream)()
             device.synchronize()
             return [call.kernel for call in calls]
 

@@ -13,8 +13,10 @@ _FEW = Struct("<4Q6i")
 _PAGES = Struct("<5Q6ifi")
 _PAGES_THREADS = 512
 _WARPS = 12  # of a multiprocessor: registers suffice for so many
+_BARRIERS = 64  # bytes of shared memory beside the stages
+_CLUSTERS = (1, 2, 4, 8)  # parts that a cluster adds up
 
-# Cycles of an H200, fitted to bench/few_rows.py.
+# Cycles of an H200, fitted to bench/few_rows.py when a block still had a barrier a stage.
 _STAGE = 16.6  # of a warp for 64 columns,
 _ROW = 1.42  # and for each row of x with them;
 _Q6_K = 1.3  # times as much where rows begin anywhere
@@ -24,9 +26,9 @@ _BEGIN = 2620  # of a block
 _ADD = 3880  # of the last block of a tile,
 _PART = 630  # for each part that it adds
 _SUM = 0.0011  # and for each byte of sums
-_CLUSTER = 2600  # for all parts, where a cluster adds them: not fitted but estimated
-_BARRIERS = 64  # bytes of shared memory beside the stages
-_CLUSTERED = (1, 2, 4, 8)
+# Of a cluster that adds parts up, estimated and not fitted; where its blocks may lie is left out.
+_MEET = 2000
+_FETCH = 300  # for each part
 
 
 class FewShape(NamedTuple):
@@ -105,7 +107,7 @@ def few_shapes(limits: Limits, kind: str, width: int) -> list[tuple[int, int, in
 
 def few_parts(limits: Limits) -> tuple[int, ...]:
     """Into how many parts columns may be shared out. Clusters come in powers of two."""
-    return tuple(n for n in _CLUSTERED if n <= limits.cluster) if limits.cluster > 1 else PARTS
+    return tuple(n for n in _CLUSTERS if n <= limits.cluster) if limits.cluster > 1 else PARTS
 
 
 @cache
@@ -138,7 +140,8 @@ def few_shape(
                 if blocks:
                     cost += rounds * (_BEGIN + part_stages * stage * (_EXTRA + max(blocks * warps, _LEAST)))
             if parts > 1:
-                cost += _CLUSTER if limits.cluster > 1 else _ADD + parts * (_PART + sums * _SUM)
+                through_memory = _ADD + parts * (_PART + sums * _SUM)
+                cost += _MEET + parts * _FETCH if limits.cluster > 1 else through_memory
             if best is None or cost < least:
                 best, least = FewShape(warps, parts, part_stages, stages, shared), cost
     assert best is not None

@@ -12,8 +12,8 @@ from reflex_ipc.cuda.memory import aligned
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from reflex_ipc.cuda.device import Device
-    from reflex_ipc.cuda.launch import Kernels
+    from reflex_ipc.cuda.device import Device, Stream
+    from reflex_ipc.cuda.launch import Kernels, Launch
 
 MAX_MATRICES = 4
 """Matrices a launch can take."""
@@ -24,10 +24,10 @@ TILE = 128
 """Rows of x and of W that a block of gemm_half multiplies."""
 PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Parts of the columns that blocks of `few.cuh` may share out."""
-CLUSTER = 8
+MOST_CLUSTERED = 8
 """Parts that a cluster adds up, at most: what every device with clusters takes."""
 SUMS = 16 << 20
-"""Bytes of scratch for the sums of such parts at most,"""
+"""Bytes of scratch for the sums of such parts at most, which clusters leave alone,"""
 LEAST_SUMS = 1 << 20
 """and at least: blocks of a small matrix are mostly padding."""
 TILES = 4096
@@ -52,11 +52,10 @@ class Limits(NamedTuple):
 
 def limits_of(device: "Device", kernels: "Kernels") -> Limits:
     """Of an open device, for the kernels that were chosen for it."""
-    has_clusters = device.capability == (9, 0) and not kernels.is_ptx
     return Limits(
         device.attribute(device.MULTIPROCESSORS),
         device.attribute(device.SHARED_PER_BLOCK),
-        CLUSTER if has_clusters else 1,
+        MOST_CLUSTERED if kernels.target == "sm_90a" else 1,  # as `has_clusters` of copy.cuh
     )
 
 
@@ -98,7 +97,7 @@ class Experts(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One launch: what `Function.prepare` takes, but for the stream."""
+    """One launch: what `Function.prepare` takes, but for the stream and whether it is dependent."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -106,6 +105,14 @@ class Call(NamedTuple):
     shared: int
     arguments: tuple[bytes]
     cluster: tuple[int, int, int] | None = None
+
+    def prepare(self, kernels: "Kernels", stream: "Stream", dependent: bool = False) -> "Launch":
+        return kernels.function(self.kernel).prepare(
+            *(self.grid, self.block, self.arguments, stream),
+            shared=self.shared,
+            dependent=dependent,
+            cluster=self.cluster,
+        )
 
 
 class Room:

@@ -1,5 +1,5 @@
-// kernels/copy.cuh for the host. Copies arrive when their thread waits for them, and no earlier; what nobody waits for
-// never does. Addresses of shared memory count from its beginning.
+// kernels/copy.cuh for the host. Copies arrive when a thread waits for them, and no earlier; what nobody waits for never
+// does. Or, where EMULATED_EARLY is set, at once: as late and as early as a device may have them. Addresses of shared memory count from its beginning.
 #pragma once
 
 #include <deque>
@@ -22,7 +22,9 @@ inline Copies &own_copies() {
 }
 inline void copy16(uint32_t to, const void *from, bool there) {
     static const unsigned char zeros[16] = {};
-    own_copies().open.push_back({to, there ? from : zeros});
+    if (!there) from = zeros;
+    if (getenv("EMULATED_EARLY")) memcpy(emulated_shared + to, from, 16);
+    else own_copies().open.push_back({to, from});
 }
 inline void commit_copies() {
     Copies &own = own_copies();
@@ -38,8 +40,7 @@ inline void wait_copies() {
 inline void publish_copies() {}
 
 // --- barriers that count bytes, where four warps multiply together ---------------------------------------------------
-// What the copy engine brings arrives when the first thread waits for it, or at once where EMULATED_EARLY is set: as late
-// and as early as a device may have it. What a device would hang at, or not take, ends the process.
+// What a device would hang at, or not take, ends the process.
 
 #ifdef EMULATED_GROUPS
 constexpr bool has_copy_engine = true;

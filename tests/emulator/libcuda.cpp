@@ -81,6 +81,7 @@ void fiber_main() {
     abort();
 }
 
+// Variables that are `__shared__` are those of all blocks, so kernels of clusters have none.
 void run_cluster(std::vector<dim3_host> indices, unsigned threads) {
     static int number;
     unsigned count = threads * indices.size();

@@ -109,10 +109,7 @@ def gpu():
         def run(calls):
             cp.cuda.Device().synchronize()
             for call in calls:
-                function = kernels.function(call.kernel)
-                function.prepare(
-                    call.grid, call.block, call.arguments, stream, shared=call.shared, cluster=call.cluster
-                )()
+                call.prepare(kernels, stream)()
             device.synchronize()
 
         run.limits = limits

@@ -35,7 +35,7 @@ from reflex_ipc.cuda.few import FewShape, few, few_parts, few_shape, few_shapes 
 from reflex_ipc.cuda.formats import ALONE, FLOATS, FORMATS, WHOLE, WIDTHS  # noqa: E402
 from reflex_ipc.cuda.gemm import gemm_half  # noqa: E402
 from reflex_ipc.cuda.launch import Kernels  # noqa: E402
-from reflex_ipc.cuda.products import Call, Input, Limits, Matrix, Room, limits_of, pack_matrices, prepare  # noqa: E402
+from reflex_ipc.cuda.products import Call, Input, Limits, Matrix, Scratch, limits_of, pack_matrices, prepare  # noqa: E402
 from reflex_ipc.reference.dequant import dequantise  # noqa: E402
 
 TYPES = ("Q4_K", "Q6_K", "Q8_0", "F16")
@@ -232,7 +232,7 @@ class Old(Way):
     def __call__(self, bench: Bench, kind: str, product: Product, m: int, matrices: list[Matrix]) -> list[Call]:
         width = next(w for w in OLD_WIDTHS if w >= m or w == OLD_WIDTHS[-1])
         n_rows = -(-m // width) * width
-        room = Room(bench.scratch, n_rows, product.n_in)
+        room = Scratch(bench.scratch, n_rows, product.n_in)
         x = bench.entry(m, product)
         piece = 16 if kind in FLOATS else FORMATS[kind].piece
         capacity = max(1, bench.limits.multiprocessors * 2 // (n_rows // width))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from struct import Struct
 
 from reflex_ipc.cuda.formats import FORMATS
-from reflex_ipc.cuda.products import GEMM, THREADS, TILE, WARPS, Call, Input, Limits, Matrix, Room, prepare
+from reflex_ipc.cuda.products import GEMM, THREADS, TILE, WARPS, Call, Input, Limits, Matrix, Scratch, prepare
 
 _STAGE = 32 << 10  # bytes of shared memory of a stage of gemm_half
 _EDGE = 1024  # bytes that gemm_half needs beside its stages where it multiplies from shared memory
@@ -20,14 +20,14 @@ def gemm_half(
 ) -> list[Call]:
     """`linear` of many rows: x becomes halves, then of each matrix in turn as many rows as scratch holds become halves
     and are multiplied with it."""
-    room = Room(scratch, x.n, x.width, exact)
+    room = Scratch(scratch, x.n, x.width, exact)
     low = room.padded // 8 if exact else 0
     calls = [prepare(x, room.x, room.scale, x.n, room.padded, 1, room.x_stride // 8, low)]
     stages, edge = (3, _EDGE) if limits.shared_per_block >= 3 * _STAGE + _EDGE else (2, 0)
     grid_m = -(-x.n // TILE)
     sides = 2 if swiglu else 1
     for matrix in matrices[:1] if swiglu else matrices:
-        room = Room(scratch, x.n, x.width, exact, matrix.type)
+        room = Scratch(scratch, x.n, x.width, exact, matrix.type)
         row_bytes = x.width // FORMATS[matrix.type].block * FORMATS[matrix.type].block_bytes
         as_it_is = matrix.type == "F16" and x.width % 8 == 0 and not swiglu
         step = matrix.n_out if as_it_is else room.rows(sides * matrix.n_out) // sides

@@ -21,7 +21,7 @@ from reflex_ipc.cuda.products import (
     Limits,
     Matrix,
     Pages,
-    Room,
+    Scratch,
     pack_matrices,
     prepare,
     sums_bytes,
@@ -63,12 +63,12 @@ def scratch_bytes(n: int, width: int, matrices: Sequence[Matrix], swiglu: bool =
         if n > 1 and matrix.type == "F32":
             need = max(need, 4 * n * width)
         elif n > (REPEATED if exact else most_unwidened(matrices)):
-            room = Room(0, n, width, exact, matrix.type)
+            room = Scratch(0, n, width, exact, matrix.type)
             rows = room.rows(matrix.n_out * (2 if swiglu else 1))
             need = max(need, room.widened_scale + 4 * rows)
         if n > 1 and matrix.type != "F32" and not exact:
             rows = aligned(min(n, FEW), WIDTHS[-1] if n > ALONE else ALONE)
-            need = max(need, Room(0, rows, width).widened)
+            need = max(need, Scratch(0, rows, width).widened)
             if n > ALONE:
                 sums = sums_bytes(min(n, FEW), sum(m.n_out for m in matrices))
                 need = max(need, Pages(0, rows, width).sums + sums)
@@ -246,7 +246,7 @@ def _matmul(limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: int, 
         if width > ALONE:
             return few(limits, x, matrices, scratch, swiglu, width)
     n_rows = aligned(x.n, width)
-    room = Room(scratch, n_rows, x.width)
+    room = Scratch(scratch, n_rows, x.width)
     calls = [prepare(x, room.x, room.scale, n_rows, room.padded, n_rows, 1)]
     for kind in kinds:
         of_kind = [m for m in matrices if m.type == kind]

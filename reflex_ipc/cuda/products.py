@@ -115,7 +115,7 @@ class Call(NamedTuple):
         )
 
 
-class Room:
+class Scratch:
     """How scratch is divided: n rows of x as halves and their powers of two, then rows of W and theirs. Exact products
     have a second plane with what halves lose, of x and of quantised W."""
 

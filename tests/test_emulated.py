@@ -18,7 +18,7 @@ from reflex_ipc.cuda import experts, families, launch, linear
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.fuse import Group
 from reflex_ipc.cuda.lower import Lowering
-from reflex_ipc.errors import ReflexError
+from reflex_ipc.errors import OutOfMemoryError, ReflexError
 from reflex_ipc.gguf import GGUF, TYPES
 from reflex_ipc.ops import Route
 from reflex_ipc.plan import PARENT_NONE, PARENT_STATE, Step
@@ -451,3 +451,27 @@ def test_a_long_steps_scores(opened, monkeypatch: pytest.MonkeyPatch, name: str)
     for each in (executor, reference):
         each.forward(Step.text([20], 23, [0]))
     assert np.linalg.norm(executor.logits() - reference.logits()) <= BOUND * np.linalg.norm(reference.logits())
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen35", "deepseek3"])
+def test_steps_behind_one_that_memory_did_not_hold(opened, name: str) -> None:
+    """A text and a tree that are too large: the sequence is as it was, and goes on as if they had not been."""
+    executor, _, reference = opened(name)
+    ids = reference["ids"].tolist()
+    tree = Step([9, 10, 12], [20, 21, 21], [PARENT_STATE, 0, 0], [1, 2], 0)
+    executor.reserve(len(ids))
+    executor.forward(Step.text(ids[:20], 0, range(20)))
+    wanted = executor.score(tree, [[1], [2]])
+    allocate = executor._device.cu.cuMemAlloc_v2
+    large = Step([1] * 600, [20] * 600, [PARENT_STATE] * 600, range(600), 0)
+    for step in (large, Step.text([1] * 200, 20, range(200))):
+        executor._device.cu.cuMemAlloc_v2 = lambda at, size: 2
+        with pytest.raises(OutOfMemoryError, match="for working space"):
+            executor.forward(step)
+        with pytest.raises(ReflexError, match="no logits"):
+            next(executor.decode(Sampler(Sampling(), executor.plan.n_vocab, ids)))
+        executor._device.cu.cuMemAlloc_v2 = allocate
+        for _ in range(3):
+            assert executor.score(tree, [[1], [2]]) == wanted
+    executor.forward(Step.text(ids[20:], 20, range(28)))
+    assert relative_error(executor.logits(), reference["logits"][20:]) <= BOUND

@@ -55,6 +55,7 @@ REPORT_EVERY = 0.05  # seconds
 SCORE_THREADS = 512
 SHAPES = 16
 """Shapes of steps whose launches are kept."""
+_NOTHING = Shape(0, 0)
 
 
 class CudaExecutor:
@@ -87,7 +88,7 @@ class CudaExecutor:
         self.timings: dict[str, Any] = {}
         self._n_past = 0
         self._parity = 0
-        self._shape = Shape(0, 0)
+        self._shape = _NOTHING
         self._upload: Upload | None = None
         self._device: Device | None = None
         self._trace = trace
@@ -175,6 +176,7 @@ class CudaExecutor:
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
+        self._shape = _NOTHING
 
     # The sequence
 
@@ -191,7 +193,7 @@ class CudaExecutor:
 
     def reserve(self, n_tokens: int) -> None:
         """Back the cache's addresses for `n_tokens` with memory. Raises OutOfMemoryError."""
-        self._buffers.back(n_tokens)
+        self._buffers.reserve(n_tokens)
 
     # Steps
 
@@ -229,10 +231,10 @@ class CudaExecutor:
     def _begin(self, step: Step) -> Shape:
         """Make room for a step, send what it consists of; its launches are those of the shape returned."""
         n = len(step.tokens)
-        self._buffers.back(self._n_past + n)
         n_expanded = self._lowering.n_expanded(n, self._n_past + n)
-        self._buffers.hold(n, max(1, len(step.rows)), n_expanded)
         is_tree = step.n_keep != n or any(parent != i - 1 for i, parent in enumerate(step.parents))
+        self._buffers.hold(self._n_past, n, max(1, len(step.rows)), n_expanded, is_tree)
+        self._shape = _NOTHING
         n_splits = self._lowering.n_splits(self._n_past + 1) if n == 1 and not is_tree else 0
         self._send(step, is_tree)
         return Shape(n, len(step.rows), is_tree, n_splits, n_expanded)
@@ -276,10 +278,7 @@ class CudaExecutor:
         if is_tree:
             from reflex_ipc.cuda.steps import mask_of
 
-            self._buffers.hold_tree(n)
-            parents = Struct(f"<{n}i{4 * spare}x").pack(*step.parents)
-            p.mask = p.parents + len(parents)
-            self._stream.to_device(p.parents, parents)
+            self._stream.to_device(p.parents, Struct(f"<{n}i").pack(*step.parents))
             self._stream.to_device(p.mask, mask_of(step))
 
     def _launches(

@@ -106,6 +106,7 @@ class Lowering:
         self.is_dependent = self.is_passing = False
         self._last: dict[str, Launch] = {}
         self._blocks = 0
+        self._can_expand: bool | None = None  # not known yet
         self.can_depend = device.capability >= (9, 0) and not kernels.is_ptx
 
     # Sizes
@@ -118,8 +119,12 @@ class Lowering:
 
     def n_expanded(self, n_tokens: int, n_positions: int) -> int:
         """Positions whose latents a step expands that leaves the cache with `n_positions`: the same for many of them;
-        0 for a short step, and where there are no latents."""
-        if n_tokens <= families.ABSORBED or not families.latents(self.plan):  # in this order: most steps are short
+        0 for a short step, and where there are no latents, or no kernels that expand them."""
+        if n_tokens <= families.ABSORBED:  # most steps: nothing is looked up for them
+            return 0
+        if self._can_expand is None:
+            self._can_expand = families.can_expand(self.plan)
+        if not self._can_expand:
             return 0
         from reflex_ipc.cuda import latent
 

@@ -36,9 +36,9 @@ class Room:
         self.inputs = CONTROL.size + 4 * (2 * n_tokens + n_rows)
 
     @property
-    def arena(self) -> int:
-        """All but the inputs, as one allocation."""
-        return sum(map(aligned, (self.values, self.selected, self.scratch, *self.tables.values())))
+    def size(self) -> int:
+        """All, as one allocation."""
+        return sum(map(aligned, (self.inputs, self.values, self.selected, self.scratch, *self.tables.values())))
 
 
 def working_space(columns: Columns, n_tokens: int) -> int:
@@ -58,7 +58,7 @@ def tree_bytes(low: "Lowering", n_past: int, n_backed: int, n_tokens: int) -> in
     room = Room(low, n_room, min(n_tokens, HEAD_ROWS), low.n_expanded(n_tokens, n_past + n_tokens))
     cache = max(0, low.layout.pages(n_past + n_tokens) - n_backed // PAGE) * low.layout.page_bytes
     branches = families.branch_bytes(low.plan, n_tokens)
-    return room.arena + room.inputs + ancestor_bytes(n_tokens, n_room) + branches + cache
+    return room.size + ancestor_bytes(n_tokens, n_room) + branches + cache
 
 
 def largest_step(low: "Lowering") -> int:

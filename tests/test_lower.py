@@ -23,7 +23,7 @@ from reflex_ipc.cuda.fuse import alone, fused
 from reflex_ipc.cuda.lower import Lowering
 from reflex_ipc.cuda.places import PAGE, Columns, Places, Shape
 from reflex_ipc.cuda.products import Experts, Input, Limits, Matrix
-from reflex_ipc.cuda.room import HEAD_ROWS, Room, largest_step, tree_bytes
+from reflex_ipc.cuda.room import HEAD_ROWS, Room, largest_step, tree_bytes, working_space
 from reflex_ipc.cuda.steps import mask_of
 from reflex_ipc.cuda.weights import Weights
 from reflex_ipc.errors import CancelledError, DeadlineError, OutOfMemoryError, ReflexError, UnsupportedModelError
@@ -328,6 +328,9 @@ def test_what_latents_are_expanded_to_has_bounded_room(fixtures: Path, n_head: i
         size = families.scratch_bytes(plan, 4096, n_expanded)
         one = n_expanded * (4 * (192 + 128) + 4 * 2 * 2) + (1 << 20)
         assert size <= max(latent.EXPANDED, one)
+        columns = Columns(alone(plan), out.name)
+        spaces = [working_space(plan, columns, n, n_expanded) - 4 * n * columns.width for n in (64, 65, 4096)]
+        assert spaces[1] >= size + spaces[0] and spaces[2] >= size + spaces[0]
         for smaller in (1024, n_expanded // 2, n_expanded):
             low.launched.clear()
             list(latent.latent_attention(low, op, Shape(512, 1, n_expanded=smaller)))  # type: ignore[arg-type]
@@ -356,6 +359,33 @@ class Recorder(Lowering):
 
     def launch(self, name, grid, *_):
         self.launched.append((name, grid))
+
+
+@needs_kernels
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "alone"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_counters_of_decoding_do_not_reach_what_is_zero(
+    fake: Fake, kernels, fixtures: Path, monkeypatch: pytest.MonkeyPatch, name: str, fuse: bool
+) -> None:
+    """A counter a block of the grid but for those that share its positions, whatever n_splits goes by."""
+    monkeypatch.setattr(Lowering, "_least_blocks", lambda self: 1)
+    counters = []
+
+    def launch(self: Lowering, name: str, grid: tuple[int, int, int], *_) -> None:
+        if "attention_decode" in name:
+            counters.append(grid[1] * grid[2])
+        elif "attention_latent" in name:
+            counters.append(grid[0])
+
+    with GGUF.open(fixtures / "exact" / f"{name}-f16.gguf") as gguf:
+        executor = opened(fake, (gguf, archs.build(gguf)), fuse=fuse)
+        monkeypatch.setattr(Lowering, "launch", launch)
+        n_splits = executor._lowering.n_splits(1 << 16)
+        for _, launches in executor._lowering.launches(Shape(1, 1, False, n_splits)):
+            list(launches)
+        assert n_splits > 8 and counters
+        assert executor._places.tickets + 4 * max(counters) <= executor._places.zero
+        executor.close()
 
 
 @needs_kernels

@@ -169,7 +169,7 @@ class CudaExecutor:
         if early is not None:
             size, free = early.size, free + early.size
         cache = self._layout.page_bytes
-        scratch = working_space(columns, LEAST_TOKENS)
+        scratch = working_space(self.plan, columns, LEAST_TOKENS, LEAST_TOKENS)
         if size + cache + scratch > free:
             raise OutOfMemoryError(
                 f"{gguf.path} needs {gib(size + cache + scratch)} of device memory ({gib(size)} weights, {gib(cache)} "

@@ -149,8 +149,10 @@ class Lowering:
         )
 
     def ticket_bytes(self) -> int:
-        """Room for the counters of decoding's attention, which must be zero."""
-        return 4 * self._least_blocks()
+        """Room for the counters of decoding's attention, which must be zero: no more than a head each, however many
+        share a block."""
+        heads = [op.n_head for op in self._attentions()] + [op.n_head for op in families.latents(self.plan)]
+        return 4 * max(heads, default=1)
 
     def linear_scratch(self, n_tokens: int, n_rows: int) -> int:
         """Bytes that products of so many rows need beside their inputs and outputs."""

@@ -243,6 +243,7 @@ def test_a_step_is_ended_where_it_waits_for_weights(fake: Fake, kernels, model) 
     assert asked == 2
     with pytest.raises(CancelledError):
         executor.score(Step.text([1], 15, [0]), [[1]], lambda: "cancelled")
+    assert executor.n_past == 0 and executor.logits().shape == (0, executor.plan.n_vocab)
     executor.close()
 
 

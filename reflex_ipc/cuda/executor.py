@@ -194,6 +194,7 @@ class CudaExecutor:
     def reset(self) -> None:
         """Forget the sequence: recurrent states begin anew, the cache is written over."""
         self._n_past = 0
+        self._shape = _NOTHING
         for at, size in self._places.states.values():
             self._stream.fill(at + self._parity * size, 0, size)
 
@@ -212,11 +213,11 @@ class CudaExecutor:
 
     def _forward(self, step: Step, poll: "Poll | None", *, comes_again: bool) -> None:
         """`comes_again`: other steps will have the same shape, so that it is worth a graph."""
-        # What is queued can't be called back, and queueing takes milliseconds: asking in between costs more than it
-        # saves, but for the first step, which waits for the weights.
-        go_on(poll)
-        shape = self._begin(step)
         try:
+            # What is queued can't be called back, and queueing takes milliseconds: asking in between costs more than it
+            # saves, but for the first step, which waits for the weights.
+            go_on(poll)
+            shape = self._begin(step)
             if not (comes_again and self._replay(shape)):
                 for launch in self._launches(shape, self._tracing, poll):
                     launch()

@@ -11,7 +11,7 @@ from reflex_ipc.cuda import families, lower
 from reflex_ipc.cuda.driver import gib
 from reflex_ipc.cuda.memory import aligned
 from reflex_ipc.cuda.places import PAGE, CacheLayout
-from reflex_ipc.cuda.room import HEAD_ROWS, Room, ancestor_bytes, largest_step, step_limit
+from reflex_ipc.cuda.room import Room, ancestor_bytes, largest_step, step_limit
 from reflex_ipc.cuda.sampling import CONTROL
 from reflex_ipc.errors import OutOfMemoryError
 
@@ -62,6 +62,7 @@ class Buffers:
         self._backed = 0
         self._working: Memory | None = None
         self._rooms: dict[str, Memory] = {}  # by what is in them
+        self._granted = 0, 0  # tokens of a step that memory holds, and the positions with it: counting takes 1 ms
         self._make_fixed()
         self._hold_values(LEAST_TOKENS, 1, 0)
 
@@ -165,7 +166,8 @@ class Buffers:
             working.close()
 
     def _give_back(self) -> None:
-        """Everything that steps take, but for the cache."""
+        """Everything that steps take, but for the cache. It is done where memory was less than it seemed."""
+        self._granted = 0, 0
         self._forget()
         self._close_working()
         for what in (_ANCESTORS, _BRANCHES):
@@ -184,6 +186,7 @@ class Buffers:
         """Put memory behind the cache's first `n_tokens` positions."""
         if n_tokens <= self._backed:
             return
+        self._granted = 0, 0
         size = self._layout.pages(n_tokens) * self._layout.page_bytes
         try:
             self._cache.ensure(0, size)
@@ -204,23 +207,17 @@ class Buffers:
         n_tokens = min(n_tokens, self._positions - n_past)
         if n_tokens <= LEAST_TOKENS:  # most decisions: nothing is looked up for them
             return n_tokens
-        n_tokens = min(n_tokens, largest_step(self._lowering))
-        p, n_expanded = self.places, self._lowering.n_expanded(n_tokens, n_past + n_tokens)
-        is_there = (
-            n_past + n_tokens <= self._backed
-            and n_tokens <= p.token_capacity
-            and min(n_tokens, HEAD_ROWS) <= p.row_capacity
-            and n_expanded <= p.expanded_capacity
-            and ancestor_bytes(n_tokens, p.token_capacity) <= self._size(_ANCESTORS)
-            and self._branch(n_tokens) <= self._size(_BRANCHES)
-        )
-        if is_there:
+        most, furthest = self._granted
+        if n_tokens <= most and n_past + n_tokens <= furthest:
             return n_tokens
         free, _ = self._device.memory()
         # `hold` gives all of this back where it must.
         free += (self._working.size if self._working else 0) + self._size(_ANCESTORS) + self._size(_BRANCHES)
-        limit = step_limit(self._lowering, n_past, self._backed, n_tokens, free // 8 * 7)
-        return max(LEAST_TOKENS, limit)
+        n_counted = min(aligned(n_tokens, 64), largest_step(self._lowering))
+        limit = step_limit(self._lowering, n_past, self._backed, n_counted, free // 8 * 7)
+        if limit >= n_tokens:
+            self._granted = limit, PAGE * self._layout.pages(n_past + limit)
+        return max(LEAST_TOKENS, min(limit, n_tokens))
 
     def _size(self, what: str) -> int:
         return self._rooms[what].size if what in self._rooms else 0

@@ -149,9 +149,8 @@ class CudaExecutor:
         self._places = places = Places()
         self._shapes: dict[tuple[int, int, bool, int, int], list[Launch]] = {}
         self._step_graphs: dict[tuple[int, int, bool, int, int], GraphExec] = {}
-        self._token_graphs: dict[
-            tuple[int, str], GraphExec
-        ] = {}  # by blocks that share positions, and how it is chosen
+        # Of tokens, by how many blocks share positions and how the next one is chosen.
+        self._token_graphs: dict[tuple[int, str], GraphExec] = {}
         self._lowering = Lowering(
             device, self._kernels, self._stream, plan, groups, columns, places, lambda name: base + weights.place[name]
         )

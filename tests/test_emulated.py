@@ -538,3 +538,26 @@ def test_a_decision_that_comes_again_keeps_its_graph(opened, monkeypatch: pytest
     for n in (3, 4, 5):
         decide(8 * n), decide(8 * n)
     assert graph.is_closed and decide(8) == wanted[0] == decide(8) == decide(8)
+
+
+@pytest.mark.parametrize("n_granted", [0, 1])
+def test_an_answer_behind_one_that_memory_did_not_hold(opened, monkeypatch: pytest.MonkeyPatch, n_granted: int) -> None:
+    """Room for penalties and for adjusted logits: the first time one of the two is refused."""
+    executor, _, reference = opened("qwen3-untied")
+    prompt, settings = reference["ids"][:8].tolist(), Sampling(logit_bias={5: 10.0}, repeat_penalty=1.3)
+    executor.forward(Step.text(prompt, 0, [7]))
+    wanted = Sampler(settings, executor.plan.n_vocab, prompt).sample(executor.logits()[0])
+    allocate, left = executor._device.cu.cuMemAlloc_v2, n_granted
+
+    def granted(at, size) -> int:
+        nonlocal left
+        left -= 1
+        return allocate(at, size) if left >= 0 else 2
+
+    with monkeypatch.context() as patch:
+        patch.setattr(executor._device.cu, "cuMemAlloc_v2", granted)
+        with pytest.raises(OutOfMemoryError, match=("penalties", "adjusted logits")[n_granted]):
+            next(executor.decode(Sampler(settings, executor.plan.n_vocab, prompt)))
+    answer = executor.decode(Sampler(settings, executor.plan.n_vocab, prompt))
+    assert next(answer).id == wanted.id
+    answer.close()

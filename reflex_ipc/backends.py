@@ -29,7 +29,7 @@ class Executor(Protocol):
     """What a backend does with a plan. It holds one sequence, `n_past` tokens long.
 
     Whatever takes a `poll` asks it where that costs nothing. Where it says to stop, CancelledError or DeadlineError is
-    raised; a step that was under way has then forgotten the sequence, as `reset` does.
+    raised.
     """
 
     n_ctx: int
@@ -38,7 +38,7 @@ class Executor(Protocol):
     def n_past(self) -> int: ...
 
     def reset(self) -> None:
-        """Forget the sequence."""
+        """Forget the sequence and its logits."""
 
     def reserve(self, n_tokens: int) -> None:
         """Make room for a sequence of `n_tokens`, at most `n_ctx`. Raises OutOfMemoryError with the sum."""
@@ -46,7 +46,9 @@ class Executor(Protocol):
     def forward(self, step: Step, poll: "Poll | None" = None) -> None:
         """Run a step. The logits of its rows stay with the executor until the next one.
 
-        `poll` is asked before anything is done, and inside a step that takes long: `score` likewise.
+        `poll` is asked before anything is done, and inside a step that takes long; wherever it ends the step, what is
+        left behind is what `reset` leaves. After an OutOfMemoryError the sequence is to be reset; a step that fits is
+        computed then. `score` likewise.
         """
 
     def logits(self) -> "npt.NDArray[np.float32]":

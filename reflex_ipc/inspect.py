@@ -92,7 +92,7 @@ def _on_device(gguf: GGUF, plan: Plan, n_ctx: int) -> dict[str, Any] | None:
     _, fixed = plan.state_elements()
     weights = Weights(gguf, plan).size
     cache = layout.pages(n_ctx) * layout.page_bytes + 2 * 4 * fixed
-    scratch = working_space(columns, min(n_ctx, PREFILL_CHUNK))
+    scratch = working_space(plan, columns, min(n_ctx, PREFILL_CHUNK), n_ctx)
     return {
         "backend": "cuda",
         "context": n_ctx,

@@ -18,7 +18,7 @@ from reflex_ipc.cuda import experts, families, launch, linear
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.fuse import Group
 from reflex_ipc.cuda.lower import Lowering
-from reflex_ipc.errors import ReflexError
+from reflex_ipc.errors import OutOfMemoryError, ReflexError
 from reflex_ipc.gguf import GGUF, TYPES
 from reflex_ipc.ops import Route
 from reflex_ipc.plan import PARENT_NONE, PARENT_STATE, Step
@@ -413,7 +413,7 @@ def test_scores_are_the_references(opened, name: str) -> None:
     # Once they are known as one graph: the same bits.
     for _ in range(3):
         assert executor.score(shorter, [[1], [2]]) == [[first], [second]]
-    assert len(executor._graphs) == 1
+    assert len(executor._step_graphs) == 1
     for each in (executor, reference):
         each.forward(Step.text([20], 3, [0]))
     assert np.linalg.norm(executor.logits() - reference.logits()) <= BOUND * np.linalg.norm(reference.logits())
@@ -451,3 +451,113 @@ def test_a_long_steps_scores(opened, monkeypatch: pytest.MonkeyPatch, name: str)
     for each in (executor, reference):
         each.forward(Step.text([20], 23, [0]))
     assert np.linalg.norm(executor.logits() - reference.logits()) <= BOUND * np.linalg.norm(reference.logits())
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen35", "deepseek3"])
+def test_steps_behind_one_that_memory_did_not_hold(opened, name: str) -> None:
+    """A text and a tree that are too large: the sequence is as it was, and goes on as if they had not been."""
+    executor, _, reference = opened(name)
+    ids = reference["ids"].tolist()
+    tree = Step([9, 10, 12], [20, 21, 21], [PARENT_STATE, 0, 0], [1, 2], 0)
+    executor.reserve(len(ids))
+    executor.forward(Step.text(ids[:20], 0, range(20)))
+    wanted = executor.score(tree, [[1], [2]])
+    allocate = executor._device.cu.cuMemAlloc_v2
+    large = Step([1] * 600, [20] * 600, [PARENT_STATE] * 600, range(600), 0)
+    for step in (large, Step.text([1] * 200, 20, range(200))):
+        executor._device.cu.cuMemAlloc_v2 = lambda at, size: 2
+        with pytest.raises(OutOfMemoryError, match="for working space"):
+            executor.forward(step)
+        with pytest.raises(ReflexError, match="no logits"):
+            next(executor.decode(Sampler(Sampling(), executor.plan.n_vocab, ids)))
+        executor._device.cu.cuMemAlloc_v2 = allocate
+        for _ in range(3):
+            assert executor.score(tree, [[1], [2]]) == wanted
+    executor.forward(Step.text(ids[20:], 20, range(28)))
+    assert relative_error(executor.logits(), reference["logits"][20:]) <= BOUND
+
+
+@pytest.mark.parametrize("name", ["qwen35", "deepseek3"])
+def test_a_decisions_graph_goes_with_its_buffers(opened, name: str) -> None:
+    """Known as a graph, then larger steps that make other buffers of one kind each: the same bits every time."""
+    executor, _, reference = opened(name)
+    ids = reference["ids"].tolist()
+    executor.reserve(len(ids))
+    executor.forward(Step.text(ids[:20], 0, []))
+    decision = Step([9, 10, 12], [20, 21, 21], [PARENT_STATE, 0, 0], [1, 2], 0)
+
+    def decide() -> list[list[float]]:
+        executor.forward(Step([9], [20], [PARENT_STATE], [], 0))  # other values, in the same places
+        return executor.score(decision, [[1], [2]])
+
+    wanted = decide()
+    sizes = [(300, []), (20, range(20))]  # all buffers; logits
+    if name == "qwen35":
+        sizes.insert(0, (30, []))  # states of a tree
+    for n, rows in sizes:
+        for _ in range(3):
+            assert decide() == wanted
+        assert len(executor._step_graphs) == 1
+        before = dict(executor._buffers._rooms), executor._buffers._working
+        executor.forward(Step([1] * n, [20] * n, [PARENT_STATE] * n, rows, 0))
+        assert (dict(executor._buffers._rooms), executor._buffers._working) != before
+        assert not executor._step_graphs
+    for _ in range(3):
+        assert decide() == wanted
+    (graph,) = executor._step_graphs.values()
+    executor._buffers.hold_scores(1 << 20)
+    assert decide() == wanted and executor._step_graphs and not graph.is_closed
+
+
+def test_a_decision_that_comes_again_keeps_its_graph(opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts and answers of other lengths in between, and fewer other decisions than there is room for."""
+    monkeypatch.setattr(cuda, "SHAPES", 3)
+    executor, _, _ = opened("qwen2")
+
+    def decision(n: int) -> Step:
+        return Step([9] * n, [0] * n, [PARENT_NONE] * n, [0], 0)
+
+    def decide(n: int) -> list[list[float]]:
+        return executor.score(decision(n), [[1]])
+
+    wanted = [decide(8 * n) for n in range(1, 6)]
+    assert len(executor._shapes) == 3
+    assert decide(8) == wanted[0] == decide(8)
+    (graph,) = executor._step_graphs.values()
+    for n in range(2, 12):
+        executor.forward(Step.text([5] * n, 0, [n - 1]))
+        executor.reset()
+        if n % 2:
+            assert decide(8) == wanted[0]
+    assert len(executor._shapes) == 3
+    for n in (2, 3, 4, 5):
+        for _ in range(2):
+            assert decide(8 * n) == wanted[n - 1]
+        assert decide(8) == wanted[0] and executor._step_graphs[8, 8, True, 0, 0] is graph
+        assert len(executor._step_graphs) == min(n, 3)
+    for n in (3, 4, 5):
+        decide(8 * n), decide(8 * n)
+    assert graph.is_closed and decide(8) == wanted[0] == decide(8) == decide(8)
+
+
+@pytest.mark.parametrize("n_granted", [0, 1])
+def test_an_answer_behind_one_that_memory_did_not_hold(opened, monkeypatch: pytest.MonkeyPatch, n_granted: int) -> None:
+    """Room for penalties and for adjusted logits: the first time one of the two is refused."""
+    executor, _, reference = opened("qwen3-untied")
+    prompt, settings = reference["ids"][:8].tolist(), Sampling(logit_bias={5: 10.0}, repeat_penalty=1.3)
+    executor.forward(Step.text(prompt, 0, [7]))
+    wanted = Sampler(settings, executor.plan.n_vocab, prompt).sample(executor.logits()[0])
+    allocate, left = executor._device.cu.cuMemAlloc_v2, n_granted
+
+    def granted(at, size) -> int:
+        nonlocal left
+        left -= 1
+        return allocate(at, size) if left >= 0 else 2
+
+    with monkeypatch.context() as patch:
+        patch.setattr(executor._device.cu, "cuMemAlloc_v2", granted)
+        with pytest.raises(OutOfMemoryError, match=("penalties", "adjusted logits")[n_granted]):
+            next(executor.decode(Sampler(settings, executor.plan.n_vocab, prompt)))
+    answer = executor.decode(Sampler(settings, executor.plan.n_vocab, prompt))
+    assert next(answer).id == wanted.id
+    answer.close()

@@ -9,9 +9,11 @@ import gguf
 import pytest
 from gguf_bytes import BOOL, F32, F64, I32, STRING, U8, U16, U32, array, build, scalar, tensor
 
+from reflex_ipc import archs
 from reflex_ipc.errors import ModelFileError
 from reflex_ipc.gguf import GGUF
-from reflex_ipc.inspect import describe, render
+from reflex_ipc.inspect import add_plan, describe, render
+from reflex_ipc.ops import LatentAttention
 
 HERE = Path(__file__).parent
 MODELS = ["exact/llama-f16.gguf", "exact/qwen35-f16.gguf", "quantised/qwen3moe-w256-MXFP4_MOE.gguf"]
@@ -223,3 +225,22 @@ def test_memory_is_shown_when_given(tmp_path: Path) -> None:
     text = render(found)
     for name in ("cpu", "cuda"):
         assert row(text, name) == "3.0 GiB 5.0 MiB 1.5 KiB 1023 B 0 B 22.5 KiB"
+
+
+def test_scratch_of_latents_that_are_expanded(fixtures: Path) -> None:
+    """Of DeepSeek-V2-Lite's positions, that are keys and values of each head for a while: two halves a number and a
+    scale, of as many heads as 256 MiB hold, or of one."""
+    with GGUF.open(fixtures / "exact/deepseek2-lite-f16.gguf") as file:
+        op = next(op for op in archs.build(file).ops if isinstance(op, LatentAttention))
+        position = 4 * (op.q.width + op.out.width) // op.n_head + 16
+
+        def scratch(context: int) -> int:
+            found: dict[str, Any] = {}
+            add_plan(found, file, context)
+            (entry,) = (entry for entry in found["memory"] if entry["backend"] == "cuda")
+            return int(entry["scratch"])
+
+        short = scratch(512)
+        for context in (1 << 12, 1 << 16, 1 << 20, 1 << 24):
+            expanded = min(op.n_head * position * context, max(256 << 20, position * context))
+            assert 0 < scratch(context) - expanded < short + (2 << 20)

@@ -21,9 +21,9 @@ from reflex_ipc.cuda.executor import CudaExecutor
 from reflex_ipc.cuda.experts import expert_linear
 from reflex_ipc.cuda.fuse import alone, fused
 from reflex_ipc.cuda.lower import Lowering
-from reflex_ipc.cuda.places import Columns, Places, Shape
+from reflex_ipc.cuda.places import PAGE, Columns, Places, Shape
 from reflex_ipc.cuda.products import Experts, Input, Limits, Matrix
-from reflex_ipc.cuda.room import HEAD_ROWS, largest_step, tree_bytes
+from reflex_ipc.cuda.room import HEAD_ROWS, Room, largest_step, tree_bytes, working_space
 from reflex_ipc.cuda.steps import mask_of
 from reflex_ipc.cuda.weights import Weights
 from reflex_ipc.errors import CancelledError, DeadlineError, OutOfMemoryError, ReflexError, UnsupportedModelError
@@ -243,6 +243,7 @@ def test_a_step_is_ended_where_it_waits_for_weights(fake: Fake, kernels, model) 
     assert asked == 2
     with pytest.raises(CancelledError):
         executor.score(Step.text([1], 15, [0]), [[1]], lambda: "cancelled")
+    assert executor.n_past == 0 and executor.logits().shape == (0, executor.plan.n_vocab)
     executor.close()
 
 
@@ -328,6 +329,9 @@ def test_what_latents_are_expanded_to_has_bounded_room(fixtures: Path, n_head: i
         size = families.scratch_bytes(plan, 4096, n_expanded)
         one = n_expanded * (4 * (192 + 128) + 4 * 2 * 2) + (1 << 20)
         assert size <= max(latent.EXPANDED, one)
+        columns = Columns(alone(plan), out.name)
+        spaces = [working_space(plan, columns, n, n_expanded) - 4 * n * columns.width for n in (64, 65, 4096)]
+        assert spaces[1] >= size + spaces[0] and spaces[2] >= size + spaces[0]
         for smaller in (1024, n_expanded // 2, n_expanded):
             low.launched.clear()
             list(latent.latent_attention(low, op, Shape(512, 1, n_expanded=smaller)))  # type: ignore[arg-type]
@@ -336,6 +340,9 @@ def test_what_latents_are_expanded_to_has_bounded_room(fixtures: Path, n_head: i
             turn = max(heads) * smaller * 4 * (192 + 128)
             assert turn < (size if max(heads) == 1 else min(size, latent.EXPANDED))
     assert low.n_expanded(64, 1 << 14) == 0 and low.n_expanded(65, 1 << 14) == 1 << 14
+    wide = op._replace(q=Value("", n_head * 264))  # keys that there are no kernels to expand for
+    assert Recorder(plan._replace(ops=(wide,))).n_expanded(65, 1 << 14) == 0
+    assert Recorder(plan._replace(ops=(wide, op))).n_expanded(65, 1 << 14) == 1 << 14
 
 
 class Recorder(Lowering):
@@ -356,21 +363,147 @@ class Recorder(Lowering):
 
 
 @needs_kernels
-def test_a_text_that_grows_is_expanded_in_room_that_grows(fake: Fake, kernels, fixtures: Path) -> None:
-    """Steps of 300 tokens: room is made when positions pass a power of two, and counted before it is."""
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "alone"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_counters_of_decoding_do_not_reach_what_is_zero(
+    fake: Fake, kernels, fixtures: Path, monkeypatch: pytest.MonkeyPatch, name: str, fuse: bool
+) -> None:
+    """A counter a block of the grid but for those that share its positions, whatever n_splits goes by."""
+    monkeypatch.setattr(Lowering, "_least_blocks", lambda self: 1)
+    counters = []
+
+    def launch(self: Lowering, name: str, grid: tuple[int, int, int], *_) -> None:
+        if "attention_decode" in name:
+            counters.append(grid[1] * grid[2])
+        elif "attention_latent" in name:
+            counters.append(grid[0])
+
+    with GGUF.open(fixtures / "exact" / f"{name}-f16.gguf") as gguf:
+        executor = opened(fake, (gguf, archs.build(gguf)), fuse=fuse)
+        monkeypatch.setattr(Lowering, "launch", launch)
+        n_splits = executor._lowering.n_splits(1 << 16)
+        for _, launches in executor._lowering.launches(Shape(1, 1, False, n_splits)):
+            list(launches)
+        assert n_splits > 8 and counters
+        assert executor._places.tickets + 4 * max(counters) <= executor._places.zero
+        executor.close()
+
+
+@needs_kernels
+@pytest.mark.parametrize("n_reserved", [3000, 0])
+def test_a_text_that_grows_is_expanded_in_room_that_grows(
+    fake: Fake, kernels, fixtures: Path, monkeypatch: pytest.MonkeyPatch, n_reserved: int
+) -> None:
+    """Steps of 300 tokens: at once for all positions that are reserved; for others when they pass a power of two, and
+    counted before. Buffers become others only where more scratch is needed: here up to 2,048 positions."""
     with GGUF.open(fixtures / "exact" / "deepseek3-f16.gguf") as gguf:
         executor = opened(fake, (gguf, archs.build(gguf)))
-        executor.reserve(3000)
+        low, places = executor._lowering, executor._places
+        one = Room(low, 320, 1, 1024).scratch, Room(low, 320, 1, 2048).scratch
+        assert one[0] < one[1]
+        monkeypatch.setattr(latent, "EXPANDED", one[1])
+        assert Room(low, 320, 1, 4096).scratch == one[1]
+        executor.reserve(n_reserved)
         executor.forward(Step.text(range(60), 0, []))
         assert not any(" expand " in line for line in fake.log)
-        capacities = []
+        capacities, addresses = [], []
         for start in range(60, 2760, 300):
             assert executor.step_limit(start, 300) == 300
             executor.forward(Step.text(range(300), start, []))
-            capacities.append(executor._places.expanded_capacity)
+            capacities.append(places.expanded_capacity)
+            addresses.append((places.values, places.scratch))
         launched = {line.split()[1] for line in fake.log if line.startswith("cuLaunchKernelEx")}
-        assert capacities == [1024] * 3 + [2048] * 3 + [4096] * 3
+        growing = [1024] * 3 + [2048] * 3 + [4096] * 3
+        assert capacities == (growing if not n_reserved else [4096] * 9)
+        assert len(set(addresses[:3])) == len(set(addresses[3:])) == 1
+        assert (addresses[0] != addresses[3]) == (not n_reserved)
         assert {"halve", "expand", "attention_prefill_exact"} <= launched
+        assert places.expanded_capacity == 4096
+        executor.forward(Step.text(range(8), 2760, range(8)))  # other buffers, for as many as before
+        assert places.expanded_capacity == 4096 and addresses[-1] != (places.values, places.scratch)
+        executor.close()
+
+
+def branches(n: int, n_past: int) -> Step:
+    """As many branches of one token behind `n_past` others, none of which is kept."""
+    return Step([1] * n, [n_past] * n, [-1] * n, range(n), 0)
+
+
+@needs_kernels
+@pytest.mark.parametrize("big", [Step.text([1] * 200, 20, range(200)), branches(900, 20)], ids=["text", "tree"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "deepseek3"])
+def test_memory_that_a_step_lacks_leaves_none_that_is_gone(
+    fake: Fake, kernels, fixtures: Path, name: str, big: Step
+) -> None:
+    """From any allocation of a larger step on, there is no more memory. The sequence is as it was, and nothing that was
+    freed is used by the steps behind it."""
+    for n_granted in range(20):
+        with GGUF.open(fixtures / "exact" / f"{name}-f16.gguf") as gguf:
+            executor = opened(fake, (gguf, archs.build(gguf)))
+            device, p = executor._device, executor._places
+            assert device is not None
+            executor.reserve(20)
+            executor.forward(Step.text(range(20), 0, [19]))
+            allocate, left = device.cu.cuMemAlloc_v2, n_granted
+
+            def granted(at, size, allocate=allocate) -> int:
+                nonlocal left
+                left -= 1
+                return allocate(at, size) if left >= 0 else 2
+
+            device.cu.cuMemAlloc_v2 = granted
+            try:
+                executor.score(big, [[1]] * len(big.rows))
+            except OutOfMemoryError:
+                assert executor.n_past == 20
+            else:
+                break
+            finally:
+                device.cu.cuMemAlloc_v2 = allocate
+            for step in (Step.text([1], 20, [0]), branches(9, 21), big._replace(n_keep=0)):
+                executor.score(step, [[1]] * len(step.rows))
+                used = [p.control, p.rows, p.values, p.selected, p.scratch, *p.tables.values()]
+                if step.n_keep == 0:
+                    used += [p.parents, p.mask, p.branches]
+                rooms = [range(m.address, m.address + m.size) for m in device.resources.values() if hasattr(m, "size")]
+                assert all(any(at in room for room in rooms) for at in used)
+            executor.close()
+            fake.reset()
+    executor.close()
+    assert n_granted == (2 if big.n_keep else 4)  # log-probabilities, working space; ancestors and states of a tree
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "deepseek3"])
+def test_a_step_fits_that_was_said_to_whatever_came_before(fake: Fake, kernels, fixtures: Path, name: str) -> None:
+    """Buffers for the most tokens of one step and the most rows of another are together too large for a tree, and for
+    more of the cache."""
+    with GGUF.open(fixtures / "exact" / f"{name}-f16.gguf") as gguf:
+        fake.set(memory=1 << 35)
+        executor = opened(fake, (gguf, archs.build(gguf)))
+        device, buffers = executor._device, executor._buffers
+        assert device is not None
+
+        def leave(n_bytes: int) -> None:
+            free, total = device.memory()
+            fake.set(memory=total - free + n_bytes)
+
+        executor.forward(Step.text([1] * 9000, 0, []))
+        assert buffers._working is not None
+        there = buffers._working.size + (1 << 20)
+        leave(1 << 20)
+        limit = executor.step_limit(0, 4000)
+        alone = tree_bytes(executor._lowering, 0, 9000, limit)
+        both = Room(executor._lowering, 9024, min(limit, HEAD_ROWS), executor._places.expanded_capacity).size
+        assert limit > 1000 and alone < there < both
+        executor.reset()
+        step, targets = big_tree(limit)
+        assert len(executor.score(step, targets)) == len(targets)
+        assert executor._places.token_capacity < 9000
+        leave(0)
+        executor.reset()
+        executor.reserve(buffers._cache.backed // buffers._layout.page_bytes * PAGE + PAGE)
+        executor.forward(Step.text([1], 0, [0]))
         executor.close()
 
 

@@ -29,12 +29,13 @@ SLACK, LEAST_SLACK = 1 << 17, 1 << 14
 second where addresses can't be had without memory."""
 LEAST_TOKENS = 64
 """Rows there is room for at least; more when a step has more."""
+_ANCESTORS, _BRANCHES = "a tree's ancestors", "a tree's states"
 
 
 class Buffers:
     """An executor's memory, at the addresses of the lowering's `places`: a cache of up to n_ctx tokens (`layout`), what
     no step changes the size of, and what grows with steps. `forget` is called before an address becomes another that
-    launches may know."""
+    launches may know, or logits are lost."""
 
     def __init__(
         self,
@@ -59,13 +60,11 @@ class Buffers:
         self._cache = device.growing(layout.pages(self._positions) * layout.page_bytes, "keys and values")
         self.places.cache = self._cache.address
         self._backed = 0
-        self._values: Memory | None = None
-        self._inputs: Memory | None = None
-        self._tree: Memory | None = None
-        self._branches: Memory | None = None
-        self._scored: Memory | None = None
+        self._working: Memory | None = None
+        self._rooms: dict[str, Memory] = {}  # by what is in them
+        self._granted = 0, 0  # tokens of a step that memory holds, and the positions with it: counting takes 1 ms
         self._make_fixed()
-        self.hold(LEAST_TOKENS, 1)
+        self._hold_values(LEAST_TOKENS, 1, 0)
 
     def _make_fixed(self) -> None:
         """What no step changes the size of: rotary frequencies, room for partial results, counters."""
@@ -95,37 +94,99 @@ class Buffers:
             p.frequencies[key] = at
             at += 8 * len(numbers)
 
-    def hold(self, n_tokens: int, n_rows: int, n_expanded: int = 0) -> None:
-        """Buffers for a step of so many tokens and rows, and positions whose latents are expanded. What was there is
-        lost, launches and graphs too."""
+    def hold(self, n_past: int, n_tokens: int, n_rows: int, n_expanded: int, is_tree: bool) -> None:
+        """Memory for a step of so many tokens behind `n_past` others, of which `n_rows` want logits; of `n_expanded`
+        positions latents are expanded. Where buffers become others, what was in them is lost, launches and graphs too.
+
+        Raises OutOfMemoryError: there may be no buffers then, and the next step makes those that it takes.
+        """
+        try:
+            self._hold(n_past, n_tokens, n_rows, n_expanded, is_tree)
+        except OutOfMemoryError:
+            # Buffers are for the most that any step so far had of each. What this one has of all may fit alone.
+            self._give_back()
+            self._hold(n_past, n_tokens, n_rows, n_expanded, is_tree)
+
+    def _hold(self, n_past: int, n_tokens: int, n_rows: int, n_expanded: int, is_tree: bool) -> None:
+        self.back(n_past + n_tokens)
+        self._hold_values(n_tokens, n_rows, n_expanded)
+        if is_tree:
+            self._hold_tree(n_tokens)
+
+    def _hold_values(self, n_tokens: int, n_rows: int, n_expanded: int) -> None:
         p = self.places
         if n_tokens <= p.token_capacity and n_rows <= p.row_capacity and n_expanded <= p.expanded_capacity:
             return
+        if n_expanded and p.token_capacity:  # but after a failure: as many as the sequence may come to
+            n_expanded = max(n_expanded, self._lowering.n_expanded(n_tokens, self._backed))
+        n_tokens, n_rows = max(aligned(n_tokens, 64), p.token_capacity), max(n_rows, p.row_capacity)
+        n_expanded = max(n_expanded, p.expanded_capacity)
+        room = Room(self._lowering, n_tokens, n_rows, n_expanded)
+        if (n_tokens, n_rows) != (p.token_capacity, p.row_capacity) or room.scratch > p.scratch_size:
+            self._forget()
+            self._close_working()
+            self._working = arena = self._device.arena(room.size, "working space")
+            p.control = arena.take(room.inputs, "a step's inputs")
+            p.tokens = p.control + CONTROL.size
+            p.positions = p.tokens + 4 * n_tokens
+            p.rows = p.positions + 4 * n_tokens
+            p.values = arena.take(room.values, "activations")
+            p.selected = arena.take(room.selected, "logits")
+            p.scratch = arena.take(room.scratch, "products")
+            p.scratch_size = room.scratch
+            for key, size in room.tables.items():
+                p.tables[key] = arena.take(size, "rotary tables")
+        p.token_capacity, p.row_capacity, p.expanded_capacity = n_tokens, n_rows, n_expanded
+
+    def _hold_tree(self, n_tokens: int) -> None:
+        """Room for the ancestors and the states of a tree of so many tokens."""
+        p = self.places
+        sizes = {_ANCESTORS: ancestor_bytes(n_tokens, p.token_capacity), _BRANCHES: self._branch(n_tokens)}
+        if any(what in self._rooms and self._rooms[what].size < size for what, size in sizes.items()):
+            self._forget()
+        p.parents, p.branches = (self._room(what, size) for what, size in sizes.items())
+        p.mask = p.parents + 4 * p.token_capacity
+
+    def _room(self, what: str, size: int) -> int:
+        """The address of memory of at least this size: of what there is, or of other memory in its place."""
+        memory = self._rooms.pop(what, None)  # until there is other memory, there is none
+        if memory is not None and memory.size < size:
+            memory.close()
+            memory = None
+        if memory is None:
+            memory = self._device.allocate(max(size, 1 << 16), what)
+        self._rooms[what] = memory
+        return memory.address
+
+    def _close_working(self) -> None:
+        p, working = self.places, self._working
+        p.token_capacity = p.row_capacity = p.expanded_capacity = p.scratch_size = 0
+        self._working = None
+        if working is not None:
+            working.close()
+
+    def _give_back(self) -> None:
+        """Everything that steps take, but for the cache. It is done where memory was less than it seemed."""
+        self._granted = 0, 0
         self._forget()
-        p.token_capacity = max(p.token_capacity, aligned(n_tokens, 64))
-        p.row_capacity = max(p.row_capacity, n_rows)
-        p.expanded_capacity = max(p.expanded_capacity, n_expanded)
-        for memory in (self._values, self._inputs):
-            if memory is not None:
-                memory.close()
-        room = Room(self._lowering, p.token_capacity, p.row_capacity, p.expanded_capacity)
-        p.scratch_size = room.scratch
-        self._values = arena = self._device.arena(room.arena, "working space")
-        p.values = arena.take(room.values, "activations")
-        p.selected = arena.take(room.selected, "logits")
-        p.scratch = arena.take(room.scratch, "products")
-        for key, size in room.tables.items():
-            p.tables[key] = arena.take(size, "rotary tables")
-        self._inputs = inputs = self._device.allocate(room.inputs, "a step's inputs")
-        p.control = inputs.address
-        p.tokens = p.control + CONTROL.size
-        p.positions = p.tokens + 4 * p.token_capacity
-        p.rows = p.positions + 4 * p.token_capacity
+        self._close_working()
+        for what in (_ANCESTORS, _BRANCHES):
+            if what in self._rooms:
+                self._rooms.pop(what).close()
+
+    def reserve(self, n_tokens: int) -> None:
+        """`back`, between sequences: what steps so far took is given back where memory is short."""
+        try:
+            self.back(n_tokens)
+        except OutOfMemoryError:
+            self._give_back()
+            self.back(n_tokens)
 
     def back(self, n_tokens: int) -> None:
         """Put memory behind the cache's first `n_tokens` positions."""
         if n_tokens <= self._backed:
             return
+        self._granted = 0, 0
         size = self._layout.pages(n_tokens) * self._layout.page_bytes
         try:
             self._cache.ensure(0, size)
@@ -137,44 +198,32 @@ class Buffers:
             ) from None
         self._backed = self._layout.pages(n_tokens) * PAGE
 
-    def hold_tree(self, n_tokens: int) -> None:
-        """Room for the ancestors and the states of a tree of so many tokens."""
-        p = self.places
-        self._tree = self._room(self._tree, ancestor_bytes(n_tokens, p.token_capacity), "a tree's ancestors")
-        self._branches = self._room(self._branches, self._branch(n_tokens), "a tree's states")
-        p.parents, p.branches = self._tree.address, self._branches.address
-
     def hold_scores(self, size: int) -> int:
-        """The address of room for log-probabilities."""
-        self._scored = self._room(self._scored, size, "log-probabilities")
-        return self._scored.address
+        """The address of room for log-probabilities, which no launch that is kept knows."""
+        return self._room("log-probabilities", size)
 
     def step_limit(self, n_past: int, n_tokens: int) -> int:
         """How many of `n_tokens` one step behind `n_past` others may have, by the memory there is."""
         n_tokens = min(n_tokens, self._positions - n_past)
         if n_tokens <= LEAST_TOKENS:  # most decisions: nothing is looked up for them
             return n_tokens
-        n_tokens = min(n_tokens, largest_step(self._lowering))
-        p, n_expanded = self.places, self._lowering.n_expanded(n_tokens, n_past + n_tokens)
-        if n_tokens <= p.token_capacity and n_expanded <= p.expanded_capacity and not self._branch(1):
+        most, furthest = self._granted
+        if n_tokens <= most and n_past + n_tokens <= furthest:
             return n_tokens
         free, _ = self._device.memory()
-        held = (self._values, self._inputs, self._tree, self._branches)
-        free += sum(memory.size for memory in held if memory is not None)  # given back when more is asked for
-        limit = step_limit(self._lowering, n_past, self._backed, n_tokens, free // 8 * 7)
-        return max(LEAST_TOKENS, limit)
+        # `hold` gives all of this back where it must.
+        free += (self._working.size if self._working else 0) + self._size(_ANCESTORS) + self._size(_BRANCHES)
+        n_counted = min(aligned(n_tokens, 64), largest_step(self._lowering))
+        limit = step_limit(self._lowering, n_past, self._backed, n_counted, free // 8 * 7)
+        if limit >= n_tokens:
+            self._granted = limit, PAGE * self._layout.pages(n_past + limit)
+        return max(LEAST_TOKENS, min(limit, n_tokens))
+
+    def _size(self, what: str) -> int:
+        return self._rooms[what].size if what in self._rooms else 0
 
     def _branch(self, n_tokens: int) -> int:
         """Bytes of the states of a tree of so many tokens."""
         if self._branch_bytes < 0:
             self._branch_bytes = families.branch_bytes(self._plan, 1)
         return self._branch_bytes * n_tokens
-
-    def _room(self, memory: "Memory | None", size: int, what: str) -> "Memory":
-        """Memory of at least this size: the one there is, or another, which makes launches that know it worthless."""
-        if memory is not None and memory.size >= size:
-            return memory
-        if memory is not None:
-            memory.close()
-        self._forget()
-        return self._device.allocate(max(size, 1 << 16), what)

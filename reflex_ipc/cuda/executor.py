@@ -30,7 +30,7 @@ from reflex_ipc.stamps import stamp
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from typing import Any
+    from typing import Any, TypeVar
 
     import numpy as np
     import numpy.typing as npt
@@ -48,13 +48,16 @@ if TYPE_CHECKING:
     from reflex_ipc.trace import Trace
 
     Progress = Callable[[str, int, int], None]
+    Key = TypeVar("Key")
+    Kept = TypeVar("Kept")
 
 LONG_STEP = 2048
 """From so many tokens on a step takes a fraction of a second or more, and is queued layer by layer."""
 REPORT_EVERY = 0.05  # seconds
 SCORE_THREADS = 512
 SHAPES = 16
-"""Shapes of steps whose launches are kept."""
+"""Shapes of steps whose launches are kept, and decisions whose graphs are: those used last."""
+_NOTHING = Shape(0, 0)
 
 
 class CudaExecutor:
@@ -87,7 +90,7 @@ class CudaExecutor:
         self.timings: dict[str, Any] = {}
         self._n_past = 0
         self._parity = 0
-        self._shape = Shape(0, 0)
+        self._shape = _NOTHING
         self._upload: Upload | None = None
         self._device: Device | None = None
         self._trace = trace
@@ -145,7 +148,9 @@ class CudaExecutor:
             self._tracing = Tracing(self._trace, device, self._stream, upload, weights)
         self._places = places = Places()
         self._shapes: dict[tuple[int, int, bool, int, int], list[Launch]] = {}
-        self._graphs: dict[tuple[object, ...], GraphExec] = {}  # of steps by their shape, of tokens by what differs
+        self._step_graphs: dict[tuple[int, int, bool, int, int], GraphExec] = {}
+        # Of tokens, by how many blocks share positions and how the next one is chosen.
+        self._token_graphs: dict[tuple[int, str], GraphExec] = {}
         self._lowering = Lowering(
             device, self._kernels, self._stream, plan, groups, columns, places, lambda name: base + weights.place[name]
         )
@@ -163,7 +168,7 @@ class CudaExecutor:
         if early is not None:
             size, free = early.size, free + early.size
         cache = self._layout.page_bytes
-        scratch = working_space(columns, LEAST_TOKENS)
+        scratch = working_space(self.plan, columns, LEAST_TOKENS, LEAST_TOKENS)
         if size + cache + scratch > free:
             raise OutOfMemoryError(
                 f"{gguf.path} needs {gib(size + cache + scratch)} of device memory ({gib(size)} weights, {gib(cache)} "
@@ -172,9 +177,11 @@ class CudaExecutor:
 
     def _forget(self) -> None:
         self._shapes.clear()
-        for graph in self._graphs.values():
-            graph.close()
-        self._graphs.clear()
+        for graphs in (self._step_graphs, self._token_graphs):
+            for graph in graphs.values():
+                graph.close()
+            graphs.clear()
+        self._shape = _NOTHING
 
     # The sequence
 
@@ -186,12 +193,13 @@ class CudaExecutor:
     def reset(self) -> None:
         """Forget the sequence: recurrent states begin anew, the cache is written over."""
         self._n_past = 0
+        self._shape = _NOTHING
         for at, size in self._places.states.values():
             self._stream.fill(at + self._parity * size, 0, size)
 
     def reserve(self, n_tokens: int) -> None:
         """Back the cache's addresses for `n_tokens` with memory. Raises OutOfMemoryError."""
-        self._buffers.back(n_tokens)
+        self._buffers.reserve(n_tokens)
 
     # Steps
 
@@ -204,11 +212,11 @@ class CudaExecutor:
 
     def _forward(self, step: Step, poll: "Poll | None", *, comes_again: bool) -> None:
         """`comes_again`: other steps will have the same shape, so that it is worth a graph."""
-        # What is queued can't be called back, and queueing takes milliseconds: asking in between costs more than it
-        # saves, but for the first step, which waits for the weights.
-        go_on(poll)
-        shape = self._begin(step)
         try:
+            # What is queued can't be called back, and queueing takes milliseconds: asking in between costs more than it
+            # saves, but for the first step, which waits for the weights.
+            go_on(poll)
+            shape = self._begin(step)
             if not (comes_again and self._replay(shape)):
                 for launch in self._launches(shape, self._tracing, poll):
                     launch()
@@ -229,10 +237,10 @@ class CudaExecutor:
     def _begin(self, step: Step) -> Shape:
         """Make room for a step, send what it consists of; its launches are those of the shape returned."""
         n = len(step.tokens)
-        self._buffers.back(self._n_past + n)
         n_expanded = self._lowering.n_expanded(n, self._n_past + n)
-        self._buffers.hold(n, max(1, len(step.rows)), n_expanded)
         is_tree = step.n_keep != n or any(parent != i - 1 for i, parent in enumerate(step.parents))
+        self._buffers.hold(self._n_past, n, max(1, len(step.rows)), n_expanded, is_tree)
+        self._shape = _NOTHING
         n_splits = self._lowering.n_splits(self._n_past + 1) if n == 1 and not is_tree else 0
         self._send(step, is_tree)
         return Shape(n, len(step.rows), is_tree, n_splits, n_expanded)
@@ -276,10 +284,7 @@ class CudaExecutor:
         if is_tree:
             from reflex_ipc.cuda.steps import mask_of
 
-            self._buffers.hold_tree(n)
-            parents = Struct(f"<{n}i{4 * spare}x").pack(*step.parents)
-            p.mask = p.parents + len(parents)
-            self._stream.to_device(p.parents, parents)
+            self._stream.to_device(p.parents, Struct(f"<{n}i").pack(*step.parents))
             self._stream.to_device(p.mask, mask_of(step))
 
     def _launches(
@@ -291,7 +296,7 @@ class CudaExecutor:
         queued when the one before is done; what it raises leaves the shape unknown.
         """
         is_long = shape.n_tokens >= LONG_STEP
-        known = self._shapes.get(shape.key) if tracing is None and not is_long else None
+        known = _used(self._shapes, shape.key) if tracing is None and not is_long else None
         if known is not None:
             yield from known
             return
@@ -331,10 +336,7 @@ class CudaExecutor:
                 routed.end()
         if is_loaded and not is_long:
             if len(self._shapes) >= SHAPES:
-                oldest = next(iter(self._shapes))
-                del self._shapes[oldest]
-                if oldest in self._graphs:
-                    self._graphs.pop(oldest).close()
+                del self._shapes[next(iter(self._shapes))]
             self._shapes[shape.key] = made
 
     def _replay(self, shape: Shape) -> bool:
@@ -342,12 +344,15 @@ class CudaExecutor:
         milliseconds."""
         if self._tracing is not None:
             return False
-        graph = self._graphs.get(shape.key)
+        graph = _used(self._step_graphs, shape.key)
         if graph is None:
-            launches = self._shapes.get(shape.key)
+            launches = _used(self._shapes, shape.key)
             if launches is None:
                 return False
-            graph = self._graphs[shape.key] = self._recorded(launches)
+            graph = self._recorded(launches)
+            if len(self._step_graphs) >= SHAPES:
+                self._step_graphs.pop(next(iter(self._step_graphs))).close()
+            self._step_graphs[shape.key] = graph
         graph.launch(self._stream)
         return True
 
@@ -355,9 +360,10 @@ class CudaExecutor:
         with self._stream.capture() as capture:
             for launch in launches:
                 launch()
-        ready = capture.graph.instantiate()
-        capture.graph.close()
-        return ready
+        try:
+            return capture.graph.instantiate()
+        finally:
+            capture.graph.close()
 
     def _wait(self, index: int) -> None:
         """What is queued from here on finds the weights' group `index`, and those before it, on the device."""
@@ -484,14 +490,14 @@ class CudaExecutor:
         """Queue the step of the token just sampled and the choice of the next; returns the number of its mail."""
         self._buffers.back(self._n_past + 1)
         n_splits = self._lowering.n_splits(self._n_past + 1)
-        graph = self._graphs.get((n_splits, kind))
+        graph = self._token_graphs.get((n_splits, kind))
         if graph is None:
             self._wait(len(self._weights.groups) - 1)
             launches = [
                 *self._launches(Shape(1, 1, False, n_splits)),
                 *self._sampling.launches(kind, self._logits(0), dependent=self._lowering.can_depend),
             ]
-            graph = self._graphs[n_splits, kind] = self._recorded(launches)
+            graph = self._token_graphs[n_splits, kind] = self._recorded(launches)
         if self._tracing is not None:
             self._tracing.begin("token")
         graph.launch(self._stream)
@@ -505,6 +511,14 @@ class CudaExecutor:
             self._tracing.collect()
         if self._device is not None:
             self._device.close()
+
+
+def _used(kept: "dict[Key, Kept]", key: "Key") -> "Kept | None":
+    """What is kept under a key, from now on as the last that was used; a dict's first is the one used longest ago."""
+    found = kept.pop(key, None)
+    if found is not None:
+        kept[key] = found
+    return found
 
 
 def _stamp_driver(times: "Mapping[str, float]") -> None:

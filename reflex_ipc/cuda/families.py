@@ -108,6 +108,16 @@ def latents(plan: "Plan") -> list[ops.LatentAttention]:
     return [op for op in plan.ops if isinstance(op, ops.LatentAttention)]
 
 
+def can_expand(plan: "Plan") -> bool:
+    """Whether there are latents, and kernels that expand them."""
+    found = latents(plan)
+    if not found:
+        return False
+    from reflex_ipc.cuda import latent
+
+    return any(map(latent.can_expand, found))
+
+
 def most_heads(plan: "Plan") -> int:
     """Heads that latent attention numbers."""
     return max((op.n_head for op in latents(plan)), default=0)

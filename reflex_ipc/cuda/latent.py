@@ -25,7 +25,7 @@ from struct import Struct
 from reflex_ipc import ops
 from reflex_ipc.cuda import families
 from reflex_ipc.cuda.memory import aligned
-from reflex_ipc.cuda.places import PAGE
+from reflex_ipc.cuda.places import PAGE, Cache
 from reflex_ipc.cuda.products import Input, Matrix
 
 TYPE_CHECKING = False
@@ -46,7 +46,6 @@ _LEAST_POSITIONS = 1024
 _TILE, _COLUMNS = 8, 64  # tokens and columns of a block of `absorb`
 _ROWS, _EXPAND_SHARED = 128, 3 * (128 + 128) * 80  # positions of a block of `expand`, bytes of its stages
 
-_CACHE = Struct("<QqiiiI")
 _FIRST, _LATENT = Struct("<5Q"), Struct("<2Q4ifI")  # before and behind the cache
 _ABSORB = Struct("<3Q6i")
 _HALVE = Struct("<3Q4iq")
@@ -81,7 +80,7 @@ def scratch_bytes(plan: "Plan", op: ops.LatentAttention, n_tokens: int, n_expand
 
 
 def latent_attention(low: "Lowering", op: ops.LatentAttention, shape: "Shape") -> "Iterator[Launch]":
-    cache = _CACHE.pack(*low.cache_of(op.state), 1, op.latent.width, 0, 0)
+    cache = low.cache_of(op.state, n_head_kv=1, d=op.latent.width, d_v=0).pack()
     yield low.launch("store_latent", (shape.n_tokens, 1, 1), 32, [cache, low.at(op.latent), low.places.control])
     form = _expand if shape.n_expanded and can_expand(op) else _absorbed
     yield from form(low, op, shape, cache)
@@ -208,8 +207,8 @@ def _expand(low: "Lowering", op: ops.LatentAttention, shape: "Shape", cache: byt
         n_head = min(at_a_time, op.n_head - head)
         room = _Room(low.plan, op, n_head, n_positions, p.scratch)
         yield from _halves(low, op, room, head, n_head)
-        keys_and_values = room.cache, room.page_bytes, n_head, d_q, d_v, 0
-        arguments = cache + _CACHE.pack(*keys_and_values)
+        keys_and_values = Cache(room.cache, room.page_bytes, n_head, d_q, d_v)
+        arguments = cache + keys_and_values.pack()
         arguments += _EXPAND.pack(room.matrices, room.scale, p.control, shape.n_tokens, op.rank, room.planes, room.rest)
         grid = (-(-n_positions // _ROWS), n_head, 2)
         yield low.launch("expand", grid, 256, [arguments], _EXPAND_SHARED)

@@ -11,7 +11,7 @@ from reflex_ipc import ops
 from reflex_ipc.cuda import families, linear
 from reflex_ipc.cuda.formats import FORMATS
 from reflex_ipc.cuda.memory import aligned
-from reflex_ipc.cuda.places import PAGE, CacheLayout, Columns, Places, Shape
+from reflex_ipc.cuda.places import CACHE_BYTES, PAGE, Cache, CacheLayout, Columns, Places, Shape
 from reflex_ipc.cuda.products import Input, Matrix, limits_of
 from reflex_ipc.errors import UnsupportedModelError
 
@@ -31,10 +31,9 @@ LARGEST_HEAD = 256
 MIN_SHARE = 32  # positions that make a block of decoding's attention worth its start
 MAX_SPLITS = 64
 
-_CACHE = Struct("<QqiiiI")
-_HEADS = Struct("<7Q" + _CACHE.format[1:] + "7if")
+_HEADS = Struct(f"<7Q{CACHE_BYTES}s7if")
 _DECODE = Struct("<3Qfi")  # behind _HEADS
-_PREFILL = Struct("<4Q" + _CACHE.format[1:] + "iif3i")
+_PREFILL = Struct(f"<4Q{CACHE_BYTES}s2if3i")
 
 
 def check(plan: "Plan") -> None:
@@ -106,6 +105,7 @@ class Lowering:
         self.is_dependent = self.is_passing = False
         self._last: dict[str, Launch] = {}
         self._blocks = 0
+        self._can_expand: bool | None = None  # not known yet
         self.can_depend = device.capability >= (9, 0) and not kernels.is_ptx
 
     # Sizes
@@ -118,8 +118,12 @@ class Lowering:
 
     def n_expanded(self, n_tokens: int, n_positions: int) -> int:
         """Positions whose latents a step expands that leaves the cache with `n_positions`: the same for many of them;
-        0 for a short step, and where there are no latents."""
-        if n_tokens <= families.ABSORBED or not families.latents(self.plan):  # in this order: most steps are short
+        0 for a short step, and where there are no latents, or no kernels that expand them."""
+        if n_tokens <= families.ABSORBED:  # most steps: nothing is looked up for them
+            return 0
+        if self._can_expand is None:
+            self._can_expand = families.can_expand(self.plan)
+        if not self._can_expand:
             return 0
         from reflex_ipc.cuda import latent
 
@@ -144,8 +148,10 @@ class Lowering:
         )
 
     def ticket_bytes(self) -> int:
-        """Room for the counters of decoding's attention, which must be zero."""
-        return 4 * self._least_blocks()
+        """Room for the counters of decoding's attention, which must be zero: no more than a head each, however many
+        share a block."""
+        heads = [op.n_head for op in self._attentions()] + [op.n_head for op in families.latents(self.plan)]
+        return 4 * max(heads, default=1)
 
     def linear_scratch(self, n_tokens: int, n_rows: int) -> int:
         """Bytes that products of so many rows need beside their inputs and outputs."""
@@ -231,9 +237,9 @@ class Lowering:
         """Threads for a row whose numbers are added up."""
         return min(1024, aligned(-(-width // 4), 32))
 
-    def cache_of(self, state: str) -> tuple[int, int]:
-        """The address of a layer's part of the cache's first page, and the bytes of a page."""
-        return self.places.cache + self.layout.offsets[state], self.layout.page_bytes
+    def cache_of(self, state: str, *, n_head_kv: int, d: int, d_v: int) -> Cache:
+        """A layer's part of the cache."""
+        return Cache(self.places.cache + self.layout.offsets[state], self.layout.page_bytes, n_head_kv, d, d_v)
 
     def _embed(self, op: ops.Embed, shape: Shape) -> "Iterator[Launch]":
         tensor = self.plan.weights[op.weight]
@@ -375,9 +381,9 @@ class Lowering:
         """Room in the scratch for the finished queries of a prompt."""
         return max((4 * op.q.width * n_tokens for op in self._attentions()), default=0)
 
-    def _cache(self, op: ops.Attention) -> "tuple[int, int, int, int, int, int]":
-        n_head_kv = op.n_head_kv
-        return *self.cache_of(op.k_state), n_head_kv, op.k.width // n_head_kv, op.v.width // n_head_kv, 0
+    def _cache(self, op: ops.Attention) -> Cache:
+        n = op.n_head_kv
+        return self.cache_of(op.k_state, n_head_kv=n, d=op.k.width // n, d_v=op.v.width // n)
 
     def _heads(
         self,
@@ -398,7 +404,7 @@ class Lowering:
             self.weight(norm_k.weight) if norm_k else 0,
             self.places.tables[rotate.rope, rotate.factors] if rotate else 0,
             self.places.control,
-            *self._cache(op),
+            self._cache(op).pack(),
             q.width,
             k.width,
             v.width,
@@ -428,24 +434,22 @@ class Lowering:
         self,
         q: int,
         out: int,
-        cache: "tuple[int, int, int, int, int, int]",
+        cache: Cache,
         n_head: int,
         stride: int,
         scale: float,
         shape: Shape,
         rest: tuple[int, int] = (0, 0),
     ) -> "Launch":
-        """Attention of a step over a cache (kernels/cache.cuh) by n_head heads, of the `stride` that a row of q and of
-        out has. `rest`: halves behind keys and values, where what their halves lose is, and how many numbers of a key
-        have any."""
-        _, _, n_head_kv, d, d_v, _ = cache
-        name, width, rows, columns = _prefill_shape(d, d_v, exact=rest[0] > 0)
+        """Attention of a step over a cache by n_head heads, of the `stride` that a row of q and of out has. `rest`:
+        halves behind keys and values, where what their halves lose is, and how many numbers of a key have any."""
+        name, width, rows, columns = _prefill_shape(cache.d, cache.d_v, exact=rest[0] > 0)
         p = self.places
         mask = p.mask if shape.is_tree else 0
-        arguments = _PREFILL.pack(q, out, mask, p.control, *cache, shape.n_tokens, n_head, scale, stride, *rest)
-        tiles = -(-shape.n_tokens * (n_head // n_head_kv) // rows)
+        arguments = _PREFILL.pack(q, out, mask, p.control, cache.pack(), shape.n_tokens, n_head, scale, stride, *rest)
+        tiles = -(-shape.n_tokens * (n_head // cache.n_head_kv) // rows)
         shared = 2 * (2 * rows + columns) * (width + 8) + 4 * (2 * columns + rows)
-        return self.launch(f"attention_prefill_{name}", (tiles, n_head_kv, 1), 2 * rows, [arguments], shared)
+        return self.launch(f"attention_prefill_{name}", (tiles, cache.n_head_kv, 1), 2 * rows, [arguments], shared)
 
 
 def _split(group: "Group") -> "tuple[ops.RmsNorm | None, list[Any]]":

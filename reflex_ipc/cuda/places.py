@@ -1,6 +1,8 @@
 """What launches are made for and from: the shape of a step, addresses on the device, which columns values have, the
 layout of the cache."""
 
+from struct import Struct
+
 from reflex_ipc import ops
 from reflex_ipc.cuda.memory import aligned
 
@@ -16,6 +18,8 @@ PAGE = 256
 """Positions of a page of the cache: kernels/cache.cuh."""
 STEP = 64
 """Columns begin at multiples of this, so that every value is aligned to 256 bytes whatever the rows."""
+_CACHE = Struct("<Qq3i4x")
+CACHE_BYTES = _CACHE.size
 
 
 class Shape:
@@ -122,6 +126,24 @@ class Columns:
                     self.width = max(self.width, at + columns)
             for rooms in alive.values():
                 rooms[:] = [room for room in rooms if last_read.get(room[2], i) > i]
+
+
+class Cache:
+    """A cache of keys and values, or of latents, as kernels take it: `Cache` of kernels/cache.cuh. `address` is that of
+    its part of the first page; of d numbers is a key, of d_v a value."""
+
+    __slots__ = ("address", "d", "d_v", "n_head_kv", "page_bytes")
+
+    def __init__(self, address: int, page_bytes: int, n_head_kv: int, d: int, d_v: int) -> None:
+        self.address = address
+        self.page_bytes = page_bytes
+        self.n_head_kv = n_head_kv
+        self.d = d
+        self.d_v = d_v
+
+    def pack(self) -> bytes:
+        """CACHE_BYTES of a kernel's arguments."""
+        return _CACHE.pack(self.address, self.page_bytes, self.n_head_kv, self.d, self.d_v)
 
 
 class CacheLayout:

@@ -9,6 +9,7 @@ from reflex_ipc.ops import ExpertLinear
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from reflex_ipc.cuda.lower import Lowering
+    from reflex_ipc.plan import Plan
 
 HEAD_ROWS = 1024
 """Rows whose logits are held at once when scoring."""
@@ -36,15 +37,21 @@ class Room:
         self.inputs = CONTROL.size + 4 * (2 * n_tokens + n_rows)
 
     @property
-    def arena(self) -> int:
-        """All but the inputs, as one allocation."""
-        return sum(map(aligned, (self.values, self.selected, self.scratch, *self.tables.values())))
+    def size(self) -> int:
+        """All, as one allocation."""
+        return sum(map(aligned, (self.inputs, self.values, self.selected, self.scratch, *self.tables.values())))
 
 
-def working_space(columns: Columns, n_tokens: int) -> int:
-    """About the bytes of a `Room` of `n_tokens`, one of which wants logits, where there is no device yet whose limits
-    say what scratch its launches need: that and all that is small is put at 64 MiB."""
-    return 4 * (n_tokens * columns.width + columns.selected_width) + (64 << 20)
+def working_space(plan: "Plan", columns: Columns, n_tokens: int, n_positions: int) -> int:
+    """About the bytes of a `Room` of `n_tokens`, one of which wants logits, that leave the cache with `n_positions`;
+    where there is no device yet whose limits say what scratch its launches need: that and all that is small is put at
+    64 MiB, beside what latents are expanded to."""
+    need = 4 * (n_tokens * columns.width + columns.selected_width) + (64 << 20)
+    if n_tokens > families.ABSORBED and families.can_expand(plan):
+        from reflex_ipc.cuda import latent
+
+        need += families.scratch_bytes(plan, n_tokens, latent.n_expanded(n_positions))
+    return need
 
 
 def ancestor_bytes(n_tokens: int, n_room: int) -> int:
@@ -58,7 +65,7 @@ def tree_bytes(low: "Lowering", n_past: int, n_backed: int, n_tokens: int) -> in
     room = Room(low, n_room, min(n_tokens, HEAD_ROWS), low.n_expanded(n_tokens, n_past + n_tokens))
     cache = max(0, low.layout.pages(n_past + n_tokens) - n_backed // PAGE) * low.layout.page_bytes
     branches = families.branch_bytes(low.plan, n_tokens)
-    return room.arena + room.inputs + ancestor_bytes(n_tokens, n_room) + branches + cache
+    return room.size + ancestor_bytes(n_tokens, n_room) + branches + cache
 
 
 def largest_step(low: "Lowering") -> int:

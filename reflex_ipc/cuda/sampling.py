@@ -112,6 +112,7 @@ class Sampling:
     def _make_room(self) -> None:
         if not self._changes:
             self._changes = self.device.allocate(_CHANGE.size * self.n_vocab, "penalties").address
+        if not self._adjusted:
             self._adjusted = self.device.allocate(4 * self.n_vocab, "adjusted logits").address
 
     # Launches

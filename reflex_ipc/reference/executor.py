@@ -74,6 +74,7 @@ class ReferenceExecutor:
 
     def reset(self) -> None:
         self._states.reset()
+        self._logits = self._logits[:0]
 
     def reserve(self, n_tokens: int) -> None:
         if n_tokens > self._states.n_reserved:

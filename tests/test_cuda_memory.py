@@ -89,6 +89,19 @@ def test_growing_buffer_out_of_memory_keeps_what_it_has(device: Device):
     assert buffer.backed == 100 << 20
 
 
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
+def test_growing_buffer_after_a_call_that_failed(device: Device, fake: Fake, call: str):
+    buffer = device.growing(64 << 20, "the cache")
+    buffer.ensure(0, 1)
+    backed = buffer.backed
+    fake.fail(call)
+    with pytest.raises(DeviceError, match="for the cache failed"):
+        buffer.ensure(0, 32 << 20)
+    assert buffer.backed == backed
+    buffer.ensure(0, 32 << 20)
+    assert buffer.backed >= 32 << 20
+
+
 def test_growing_buffer_without_virtual_memory_is_allocated_whole(fake: Fake):
     fake.set(virtual_memory=0)
     with Device(0, fake.cu) as device:

@@ -171,9 +171,13 @@ class GrowingBuffer(Resource):
         if code:
             cu.cuMemRelease(handle.value)
             cu.check(code, "mapping %s more for %s", gib(size), self.what)
-        self._handles.append((offset, size, handle.value))
         access = AccessDescription(location_type=1, location_id=self.device.index, access=3)  # a device; read and write
-        cu.check(cu.cuMemSetAccess(at, size, ctypes.byref(access), 1), "opening %s more for %s", gib(size), self.what)
+        code = cu.cuMemSetAccess(at, size, ctypes.byref(access), 1)
+        if code:
+            cu.cuMemUnmap(at, size)
+            cu.cuMemRelease(handle.value)
+            cu.check(code, "opening %s more for %s", gib(size), self.what)
+        self._handles.append((offset, size, handle.value))
 
     def _release(self) -> None:
         if self._memory is not None:

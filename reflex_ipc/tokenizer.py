@@ -6,7 +6,6 @@ Nothing here needs NumPy or a regular expression library, and ASCII text needs n
 """
 
 import codecs
-import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -46,7 +45,7 @@ _END_KEYS = {  # what ends an answer by its key, or else by these texts
 
 _LONG_TEXT = 1 << 16  # characters; looking for a special token in so many takes some ten microseconds
 
-_BORDERS_TRIED = 64
+_BORDER_PATIENCE = 1 << 18  # characters compared; some ten milliseconds at most
 
 _Specials = Sequence[tuple[str, int]]
 
@@ -59,6 +58,7 @@ class Tokenizer:
     """
 
     __slots__ = (
+        "_around",
         "_firsts",
         "_pairs",
         "_path",
@@ -108,6 +108,7 @@ class Tokenizer:
         self.add_eos = self._read_add(file, "eos", self.eos, False)
         self._special = self._read_specials()
         self._firsts = "".join({text[0] for text, _ in self._special})
+        self._around: _Around | None = None  # once a text is to be cut
         self.eog = self._read_end(file)
         self._user_defined = [(text, id) for text, id in self._special if self._types[id] == _USER_DEFINED]
         self._splitter = Splitter(self._rules.rules)
@@ -152,23 +153,20 @@ class Tokenizer:
         """The last place where a text may be cut so that its ids are those of the two parts, whatever follows; or 0.
 
         Neither a piece (`pretokenize.borders`) nor a special token has characters on both sides of it. It is 0 as well
-        behind very many special tokens.
+        where that would take long to see, behind thousands of special tokens or very long ones.
         """
-        places = itertools.islice(borders(text), _BORDERS_TRIED)
-        return next((at for at in places if not self._may_be_inside_special(text, at)), 0)
-
-    def _may_be_inside_special(self, text: str, at: int) -> bool:
-        """Whether a special token has characters on both sides of a place in a text, or may have, by what follows."""
-        longest = len(self._special[0][0].encode()) if self._special else 0
-        start = max(0, at - longest)
-        if not any(map(text[start:at].__contains__, self._firsts)):
-            return False
-        return any(
-            len(special) > at - first and special.startswith(text[first : first + len(special)])
-            for first in range(start, at)
-            if text[first] in self._firsts
-            for special, _ in self._special
-        )
+        if self._around is None:
+            self._around = _Around(text for text, _ in self._special)
+        end, patience = len(text), _BORDER_PATIENCE
+        for at in borders(text):
+            if at > end:  # inside the special token that begins there, as places behind it are
+                continue
+            end, patience = self._around.start(text, at, patience)
+            if end == at:
+                return at
+            if patience < 0:
+                break
+        return 0
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """The text of the ids; bytes that are not UTF-8 become U+FFFD. Control tokens show if `special`."""
@@ -326,6 +324,43 @@ class Decoder:
     def finish(self) -> str:
         """What is pending, as U+FFFD."""
         return self._utf8.decode(b"", final=True)
+
+
+class _Around:
+    """Special tokens that a place in a text may be inside of."""
+
+    __slots__ = ("_by_length", "_firsts")
+
+    def __init__(self, specials: Iterable[str]) -> None:
+        by_length: dict[int, set[str]] = {}
+        for special in specials:
+            by_length.setdefault(len(special), set()).add(special)
+        self._by_length = sorted(by_length.items(), reverse=True)
+        self._firsts = {special[0] for same in by_length.values() for special in same}
+
+    def start(self, text: str, at: int, patience: int) -> tuple[int, int]:
+        """Where the first special token begins that has characters on both sides of the place, or may have, by what
+        follows the text; or the place itself. And what is left of the patience, below 0 if that was too little."""
+        longest = self._by_length[0][0] if self._by_length else 0
+        for first in range(max(0, at - longest), at):
+            patience -= 1
+            if text[first] not in self._firsts:
+                continue
+            for length, specials in self._by_length:
+                if length <= at - first:
+                    break
+                part = text[first : first + length]
+                if len(part) == length:
+                    patience -= length
+                    is_there = part in specials
+                else:
+                    patience -= length * len(specials)
+                    is_there = any(special.startswith(part) for special in specials)
+                if is_there:
+                    return first, patience
+                if patience < 0:
+                    return first, patience
+        return at, patience
 
 
 def _runs(parts: Iterable[tuple[str, _Specials]], watch: Watch) -> Iterator[str | int]:

@@ -470,6 +470,7 @@ def test_no_border_is_inside_a_special_token(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_gguf(write_vocabulary(tmp_path / "v.gguf", tokens, [], [1, 1, 1, 1, 4, 3]))
     assert tokenizer.border("b a b") == len("b")
     assert tokenizer.border("a b a") == tokenizer.border("a b" * 3_000_000) == 0
+    assert tokenizer.border("ab b " + "a b a!b" * 1000) == len("ab b")
     rng = random.Random(6)
     n_cut = 0
     for _ in range(20_000):
@@ -479,6 +480,16 @@ def test_no_border_is_inside_a_special_token(tmp_path: Path) -> None:
         n_cut += at > 0
         assert tokenizer.encode(text[:at]) + tokenizer.encode(text[at:]) == tokenizer.encode(text), text
     assert n_cut > 5000
+
+
+def test_a_border_is_soon_found_or_given_up(tmp_path: Path) -> None:
+    """Whatever a file calls special: here, what could be around every place, and is around it with a shorter one."""
+    specials = [f"a b{' c' * 2000}{i}" for i in range(200)] + ["a a"]
+    tokens = [*"abc 0123456789", *specials]
+    hostile = Tokenizer.from_gguf(write_vocabulary(tmp_path / "h.gguf", tokens, [], [1] * 14 + [4] * len(specials)))
+    began = time.process_time()
+    assert hostile.border("a " * 30_000) == 0
+    assert time.process_time() - began < 0.5
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek-llm"])

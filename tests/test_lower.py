@@ -350,7 +350,7 @@ class Recorder(Lowering):
 
     def __init__(self, plan) -> None:
         device = SimpleNamespace(attribute=lambda _: 132, MULTIPROCESSORS=0, SHARED_PER_BLOCK=0, capability=(9, 0))
-        kernels = SimpleNamespace(is_ptx=False)
+        kernels = SimpleNamespace(is_ptx=False, target="sm_80")
         super().__init__(device, kernels, None, plan, [], None, Places(), lambda name: 0)  # type: ignore[arg-type]
         self.limits = Limits(132, 227 << 10)
         self.launched: list = []

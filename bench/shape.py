@@ -64,27 +64,17 @@ OF_KIND: Mapping[str, Mapping[str, Shape]] = {
     "warm": {"backend": TEXT, "rates": _or_none(OBJECT)},
     "stdio": {"backend": TEXT},
 }
+_STARTS: Mapping[str, Shape] = {
+    "state": _one_of(*STATES),
+    "cache": _one_of(*CACHES),
+    "model": NAME,
+    "contender": TEXT,
+    "prompt_tokens": _or_none(COUNT),
+    "n": COUNT,
+}
 ROWS: Mapping[str, Mapping[str, Shape]] = {
-    "coldstart": {
-        "state": _one_of(*STATES),
-        "cache": _one_of(*CACHES),
-        "model": NAME,
-        "contender": TEXT,
-        "prompt_tokens": _or_none(COUNT),
-        "command": [TEXT],
-        "env": OBJECT,
-        "n": COUNT,
-        "first_ms": RUNS,
-        "exit_ms": RUNS,
-    },
-    "energy": {
-        "state": _one_of(*STATES),
-        "cache": _one_of(*CACHES),
-        "model": NAME,
-        "contender": TEXT,
-        "prompt_tokens": _or_none(COUNT),
-        "n": COUNT,
-    },
+    "coldstart": {**_STARTS, "command": [TEXT], "env": OBJECT, "first_ms": RUNS, "exit_ms": RUNS},
+    "energy": _STARTS,
     "warm": {"engine": TEXT, "what": TEXT, "tokens": COUNT, "seconds": RUNS, "per_second": NUMBER},
     "stdio": {"what": TEXT, "seconds": RUNS, "prompt_tokens": COUNT},
     "experts": {"what": TEXT, "bytes": NUMBER, "seconds": RUNS},

@@ -156,7 +156,7 @@ class Tokenizer:
         where that would take long to see, behind thousands of special tokens or very long ones.
         """
         if self._around is None:
-            self._around = _Around(text for text, _ in self._special)
+            self._around = _Around([text for text, _ in self._special], self._firsts)
         end, patience = len(text), _BORDER_PATIENCE
         for at in borders(text):
             if at > end:  # inside the special token that begins there, as places behind it are
@@ -331,12 +331,13 @@ class _Around:
 
     __slots__ = ("_by_length", "_firsts")
 
-    def __init__(self, specials: Iterable[str]) -> None:
+    def __init__(self, specials: Iterable[str], firsts: str) -> None:
+        """`firsts`: every character that one begins with."""
         by_length: dict[int, set[str]] = {}
         for special in specials:
             by_length.setdefault(len(special), set()).add(special)
         self._by_length = sorted(by_length.items(), reverse=True)
-        self._firsts = {special[0] for same in by_length.values() for special in same}
+        self._firsts = frozenset(firsts)
 
     def start(self, text: str, at: int, patience: int) -> tuple[int, int]:
         """Where the first special token begins that has characters on both sides of the place, or may have, by what
@@ -356,9 +357,7 @@ class _Around:
                 else:
                     patience -= length * len(specials)
                     is_there = any(special.startswith(part) for special in specials)
-                if is_there:
-                    return first, patience
-                if patience < 0:
+                if is_there or patience < 0:
                     return first, patience
         return at, patience
 

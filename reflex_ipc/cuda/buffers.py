@@ -72,7 +72,7 @@ class Buffers:
         tables = lower.tables_of(self._plan)
         doubles = {key: rope.frequencies() for key, rope in tables.items()}
         frequencies = b"".join(Struct(f"<{len(f)}d").pack(*f) for f in doubles.values())
-        heads = families.most_heads(self._plan)
+        heads = max((op.n_head for op in self._lowering.latents), default=0)  # that latent attention numbers
         counted = Struct(f"<{heads}f").pack(*range(heads))
         states = {s.name: 4 * math.prod(s.shape) for s in self._plan.states if not s.per_token}
         partial, tickets = aligned(self._lowering.partial_bytes()), self._lowering.ticket_bytes() + 4

@@ -118,11 +118,6 @@ def can_expand(plan: "Plan") -> bool:
     return any(map(latent.can_expand, found))
 
 
-def most_heads(plan: "Plan") -> int:
-    """Heads that latent attention numbers."""
-    return max((op.n_head for op in latents(plan)), default=0)
-
-
 # Experts
 
 

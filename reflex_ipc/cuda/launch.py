@@ -318,10 +318,12 @@ class Launch:
         if cooperative:
             attributes.append((_COOPERATIVE, (1,)))
         self._attributes = (LaunchAttribute * max(len(attributes), 1))()
+        self._cluster: LaunchAttribute | None = None
         for room, (number, words) in zip(self._attributes, attributes, strict=False):
             room.id = number
             room.value[: len(words)] = words
-        self._cluster = next((room for room in self._attributes if room.id == _CLUSTER), None)
+            if number == _CLUSTER:
+                self._cluster = room
         self._config = LaunchConfig(
             stream=stream.handle, attributes=ctypes.addressof(self._attributes), attribute_count=len(attributes)
         )

@@ -104,6 +104,8 @@ class Lowering:
         self.limits = limits_of(device, kernels)
         self.is_dependent = self.is_passing = False
         self._last: dict[str, Launch] = {}
+        self._attentions = [op for op in plan.ops if isinstance(op, ops.Attention)]
+        self.latents = families.latents(plan)
         self._blocks = 0
         self._can_expand: bool | None = None  # not known yet
         self.can_depend = device.capability >= (9, 0) and not kernels.is_ptx
@@ -129,28 +131,23 @@ class Lowering:
 
         return latent.n_expanded(n_positions)
 
-    def _attentions(self) -> "list[ops.Attention]":
-        return [op for op in self.plan.ops if isinstance(op, ops.Attention)]
-
     def _least_blocks(self) -> int:
         if not self._blocks:  # every token of decoding asks
-            heads = [op.n_head_kv * _decode_shape(op)[2] for op in self._attentions()]
+            heads = [op.n_head_kv * _decode_shape(op)[2] for op in self._attentions]
             # Blocks of several heads count twice: the last one puts together what all have left of each.
-            shared = [2 * -(-op.n_head // families.SHARING) for op in families.latents(self.plan)]
+            shared = [2 * -(-op.n_head // families.SHARING) for op in self.latents]
             self._blocks = max(heads + shared, default=1)
         return self._blocks
 
     def partial_bytes(self) -> int:
         """Room for what the blocks of decoding's attention leave each other."""
-        widths = [op.n_head * (op.v.width // op.n_head_kv + 2) for op in self._attentions()]
-        return (
-            4 * MAX_SPLITS * max(widths + [op.n_head * (op.rank + 2) for op in families.latents(self.plan)], default=0)
-        )
+        widths = [op.n_head * (op.v.width // op.n_head_kv + 2) for op in self._attentions]
+        return 4 * MAX_SPLITS * max(widths + [op.n_head * (op.rank + 2) for op in self.latents], default=0)
 
     def ticket_bytes(self) -> int:
         """Room for the counters of decoding's attention, which must be zero: no more than a head each, however many
         share a block."""
-        heads = [op.n_head for op in self._attentions()] + [op.n_head for op in families.latents(self.plan)]
+        heads = [op.n_head for op in self._attentions] + [op.n_head for op in self.latents]
         return 4 * max(heads, default=1)
 
     def linear_scratch(self, n_tokens: int, n_rows: int) -> int:
@@ -213,7 +210,9 @@ class Lowering:
     ) -> "Launch":
         known = self._last.get(name) if self.is_passing else None
         if known is not None:
-            known.grid, known.block, known.shared, known.cluster = grid, (block, 1, 1), shared, cluster
+            known.grid, known.block, known.shared = grid, (block, 1, 1), shared
+            if cluster is not None:
+                known.cluster = cluster
             for index, value in enumerate(arguments):
                 known.set(index, value)
             return known
@@ -379,7 +378,7 @@ class Lowering:
 
     def finished_bytes(self, n_tokens: int) -> int:
         """Room in the scratch for the finished queries of a prompt."""
-        return max((4 * op.q.width * n_tokens for op in self._attentions()), default=0)
+        return max((4 * op.q.width * n_tokens for op in self._attentions), default=0)
 
     def _cache(self, op: ops.Attention) -> Cache:
         n = op.n_head_kv

@@ -114,6 +114,8 @@ class ReferenceExecutor:
             raise
 
     def step_limit(self, n_past: int, n_tokens: int) -> int:
+        if n_tokens <= PREFILL_CHUNK:  # most decisions: nothing is looked up for them
+            return n_tokens
         free = memory.available()
         while n_tokens > PREFILL_CHUNK and free is not None:
             if memory.estimate(self.plan, n_past + n_tokens, n_tokens).scratch <= free // 2:

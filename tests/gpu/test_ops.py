@@ -45,7 +45,7 @@ class Bench(Lowering):
         p.cache = self.pages.data.ptr
         self.partial = cp.full(self.partial_bytes() // 4 + MAX_SPLITS, cp.nan, cp.float32)
         self.tickets = cp.zeros(self.ticket_bytes() // 4, cp.int32)
-        self.heads = cp.arange(families.most_heads(plan) + 1, dtype=cp.float32)
+        self.heads = cp.arange(max((op.n_head for op in self.latents), default=0) + 1, dtype=cp.float32)
         p.partial, p.tickets, p.heads = (x.data.ptr for x in (self.partial, self.tickets, self.heads))
         self.kept = []
         for op in op_list:

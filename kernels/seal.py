@@ -28,6 +28,9 @@ VOUCHED = (
     "reflex_ipc/generation.py",
     "reflex_ipc/sampler.py",
     "reflex_ipc/scoring.py",
+    "reflex_ipc/healing.py",
+    "reflex_ipc/tree.py",
+    "reflex_ipc/scores.py",
 )
 RUNS = ("cubin", "ptx")
 SUFFIXES = (".py", ".cu", ".cuh", ".c", ".h", ".json")

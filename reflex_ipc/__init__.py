@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from reflex_ipc.generation import Generation, Token
     from reflex_ipc.sampler import Sampling
-    from reflex_ipc.scoring import Candidate, Scores
+    from reflex_ipc.scores import Candidate, Scores
     from reflex_ipc.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
@@ -51,11 +51,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Candidate": "scoring",
+    "Candidate": "scores",
     "Engine": "engine",
     "Generation": "generation",
     "Sampling": "sampler",
-    "Scores": "scoring",
+    "Scores": "scores",
     "Token": "generation",
     "Tokenizer": "tokenizer",
 }

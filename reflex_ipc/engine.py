@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from reflex_ipc.backends import Executor, Progress
     from reflex_ipc.chat import ChatTemplate
     from reflex_ipc.errors import Poll
-    from reflex_ipc.scoring import Scores, Scoring
+    from reflex_ipc.scores import Scores
+    from reflex_ipc.scoring import Scoring
     from reflex_ipc.trace import Trace
 
 
@@ -250,16 +251,16 @@ class Engine:
         **options: Any,
     ) -> "Scoring":
         """What `score` runs, checked and tokenised but not run yet."""
-        from reflex_ipc import scoring
+        from reflex_ipc import healing, scoring
 
         chosen = scoring.Options(**options)
         scoring.check(candidates, chosen)
         if isinstance(prompt, str):
-            texts = scoring.of_text(self.tokenizer, prompt, candidates, chosen.join, self.n_ctx, poll)
+            texts = healing.of_text(self.tokenizer, prompt, candidates, chosen.join, self.n_ctx, poll)
         else:
             parts = self.template.render(list(prompt), arguments=chosen.arguments).parts
-            texts = scoring.of_parts(self.tokenizer, parts, candidates, chosen.join, self.n_ctx, poll)
-        split = scoring.split(self.tokenizer, texts, end=chosen.end, poll=poll)
+            texts = healing.of_parts(self.tokenizer, parts, candidates, chosen.join, self.n_ctx, poll)
+        split = healing.split(self.tokenizer, texts, end=chosen.end, poll=poll)
         stamp("tokens")
         longest = len(split.context) + max(len(tail.tokens) for tail in split.tails) - 1
         if longest > self.n_ctx:

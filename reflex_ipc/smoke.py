@@ -154,7 +154,7 @@ def _embed(bench: Bench) -> "Iterator[Outcome]":
     at = bench.integers(tokens)
     for kind, raw, values in (("F16", _halves(table), table), ("Q8_0", blocks, back)):
         out = bench.room(4 * width * len(tokens))
-        bench.run(f"embed_{kind}", (1, 3, 1), 128, out, bench.put(raw), at, width, len(raw) // 4)
+        bench.run(f"embed_{kind}", (1, 3, 1), 128, out, bench.put(raw), at, width, len(raw) // 4, 0)
         yield bench.get(out, width * 3), [x for t in tokens for x in values[t * width : (t + 1) * width]], 0.0
 
 
@@ -242,7 +242,7 @@ def _products(bench: Bench) -> "Iterator[Outcome]":
     for kind, raw, values in (("F16", _halves(weights), weights), ("Q8_0", blocks, back)):
         matrix = _rows(values, n_in)
         at = bench.put(raw)
-        for n in (1, 5, 80):
+        for n in (1, 5, 80, 150):
             x = _numbers(n * n_in, 11)
             out = bench.room(4 * n * n_out)
             product = products.Matrix(kind, at, n_out, out, n_out)
@@ -285,6 +285,6 @@ FAMILIES: "dict[str, Callable[[Bench], Iterator[Outcome]]]" = {
     "SwiGLU, sums": _elementwise,
     "rotary positions": _rope,
     "attention: a prompt, a token": _attention,
-    "products of 1, 5 and 80 rows": _products,
+    "products of 1, 5, 80, 150 rows": _products,
     "sampling": _sampling,
 }

@@ -22,7 +22,7 @@ from reflex_ipc.terminal import (
 )
 
 if TYPE_CHECKING:
-    from reflex_ipc.scoring import Scores
+    from reflex_ipc.scores import Scores
     from reflex_ipc.trace import Trace
 
 _BAR = 24

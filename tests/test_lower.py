@@ -563,7 +563,7 @@ executor.reserve(16)
 executor.forward(Step.text(range(16), 0, [15]))
 executor.close()
 heavy = {"numpy", "gguf", "jinja2", "cupy", "orjson", "json", "dataclasses", "argparse"}
-later = {f"reflex_ipc.cuda.{name}" for name in ("few", "gemm", "experts", "scoring", "tracing")}
+later = {f"reflex_ipc.cuda.{name}" for name in ("few", "gemm", "experts", "steps", "tracing")}
 print(sorted((heavy | later) & set(sys.modules)))
 """
     path = fixtures / "exact" / "qwen3-f16.gguf"

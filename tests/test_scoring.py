@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from polling import Poll
 
-from reflex_ipc import scoring
+from reflex_ipc import healing, scoring
 from reflex_ipc.engine import Engine
 from reflex_ipc.errors import CancelledError, ContextOverflowError, DeadlineError, InvalidRequestError
 from reflex_ipc.plan import PARENT_NONE, Step
 from reflex_ipc.reference import memory
+from reflex_ipc.scores import NORMALISATIONS, Scored, scores
+from reflex_ipc.tree import passes, tree
 
 FAMILIES = [
     "llama",
@@ -105,16 +107,16 @@ def test_thousands_of_candidates_are_one_pass(fixtures: Path, name: str, n_tree:
         for i in range(0, len(tails), 10):
             tails[i][:3] = tails[i - 1][:3]
         lengths = [2] * len(tails)
-        while (missing := n_tree - len(scoring.tree([t[:n] for t, n in zip(tails, lengths, strict=True)]).tokens)) > 0:
+        while (missing := n_tree - len(tree([t[:n] for t, n in zip(tails, lengths, strict=True)]).tokens)) > 0:
             for i in range(min(missing, len(tails))):
                 lengths[i] += lengths[i] < 14
         context = [5, 6, 7, 8, 9]
-        texts = [scoring.Tail(str(i), tuple(t[:n]), n) for i, (t, n) in enumerate(zip(tails, lengths, strict=True))]
+        texts = [healing.Tail(str(i), tuple(t[:n]), n) for i, (t, n) in enumerate(zip(tails, lengths, strict=True))]
         engine._begin(len(context))
         steps: list[Step] = []
         run = engine._executor.score
         engine._executor.score = lambda step, *rest: (steps.append(step), run(step, *rest))[1]  # type: ignore[method-assign]
-        split = scoring.Split(context, texts, 0, None)
+        split = healing.Split(context, texts, 0, None)
         result = scoring.Scoring(engine._executor, split, scoring.Options()).run()
         assert result.passes == len(steps) == 1
         assert len(context) + n_tree - 64 <= len(steps[0].tokens) <= len(context) + n_tree
@@ -168,18 +170,18 @@ def test_tokens_are_those_of_the_whole_text(fixtures: Path, name: str) -> None:
         tokenizer = engine.tokenizer
         for prompt in PROMPTS:
             for tails in (CANDIDATES, ["\u0301", "s", " 6"], ["\n", "\n\n", "  x"]):
-                texts = scoring.of_text(tokenizer, prompt, tails, "", 999, None)
+                texts = healing.of_text(tokenizer, prompt, tails, "", 999, None)
                 wholes = [tokenizer.encode(prompt + tail, bos=tokenizer.add_bos) for tail in tails]
                 assert [texts.before + whole for whole in texts.wholes] == wholes
                 ids = tokenizer.encode(prompt, bos=tokenizer.add_bos)
                 assert texts.before + texts.prompt == ids
-                n = scoring.border(ids, wholes)
-                split = scoring.split(tokenizer, texts, end=False)
+                n = healing.border(ids, wholes)
+                split = healing.split(tokenizer, texts, end=False)
                 assert split.context[: n or None] == (ids[:n] or [split.neutral])
                 assert [list(tail.tokens) for tail in split.tails] == [whole[n:] for whole in wholes]
                 assert split.healed == len(ids) - n
                 parts = [(prompt, True), ("<|im_end|>" if "x" in prompt else "", True)]
-                chat = scoring.of_parts(tokenizer, parts, tails, "", 999, None)
+                chat = healing.of_parts(tokenizer, parts, tails, "", 999, None)
                 for tail, whole in zip(tails, chat.wholes, strict=True):
                     assert chat.before + whole == tokenizer.encode_parts([*parts, (tail, False)])
 
@@ -191,7 +193,7 @@ def test_passes_spell_every_candidate(candidates: list[list[int]], limit: int) -
     context = [9, 8, 7]
     seen: set[tuple[int, int, bool]] = set()
     state = 1  # tokens of the context that the state already holds
-    for step, targets, places in scoring.passes(context, candidates, scoring.tree(candidates), 5, state, limit):
+    for step, targets, places in passes(context, candidates, tree(candidates), 5, state, limit):
         assert list(step.rows) == sorted(set(step.rows)) and step.rows[0] >= 0
         assert len(step.tokens) <= max(limit, len(context) - state + 2 * 6)
         assert all(parent < i for i, parent in enumerate(step.parents))
@@ -217,12 +219,10 @@ def test_passes_spell_every_candidate(candidates: list[list[int]], limit: int) -
 
 def test_numbers_follow_from_the_sums() -> None:
     found = [
-        scoring.Scored(scoring.Tail("x", (1,), 2), [np.log(0.5)], [np.log(0.25)]),
-        scoring.Scored(scoring.Tail("y", (1, 2), 8), [np.log(0.5)] * 2, [np.log(0.5), np.log(0.125)]),
+        Scored(healing.Tail("x", (1,), 2), [np.log(0.5)], [np.log(0.25)]),
+        Scored(healing.Tail("y", (1, 2), 8), [np.log(0.5)] * 2, [np.log(0.5), np.log(0.125)]),
     ]
-    by = {
-        rule: scoring.scores(found, rule, 1.0, prompt_tokens=1, healed=0, passes=1) for rule in scoring.NORMALISATIONS
-    }
+    by = {rule: scores(found, rule, 1.0, prompt_tokens=1, healed=0, passes=1) for rule in NORMALISATIONS}
     assert [c.probability for c in by["sum"].candidates] == pytest.approx([2 / 3, 1 / 3])
     assert by["sum"].entropy_bits == pytest.approx(0.9182958340544896)
     assert by["sum"].margin == pytest.approx(1 / 3)
@@ -231,7 +231,7 @@ def test_numbers_follow_from_the_sums() -> None:
     assert [c.score for c in by["byte"].candidates] == pytest.approx([np.log(0.5) / 2, np.log(0.25) / 8])
     assert [c.score for c in by["pmi"].candidates] == pytest.approx([np.log(2), np.log(4)])
     assert by["pmi"].best.text == "y"
-    half = scoring.scores(found, "sum", 0.5, prompt_tokens=1, healed=0, passes=1)
+    half = scores(found, "sum", 0.5, prompt_tokens=1, healed=0, passes=1)
     assert [c.probability for c in half.candidates] == pytest.approx([0.8, 0.2])
 
 
@@ -261,7 +261,7 @@ def test_poll_ends_it(fixtures: Path, reason: str, error: type[Exception]) -> No
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("normalize", scoring.NORMALISATIONS)
+@pytest.mark.parametrize("normalize", NORMALISATIONS)
 def test_demo_model_knows_the_capital(smollm2: Path, normalize: str) -> None:
     with Engine.open(smollm2, backend="cpu") as engine:
         result = engine.score("The capital of France is", [" London", " Paris", " Berlin"], normalize=normalize)
@@ -310,9 +310,9 @@ def test_what_no_context_can_hold_is_refused_at_once(fixtures: Path) -> None:
 
 def test_tokens_to_score_are_bounded():
     """What candidates share is computed once, but every one of its log-probabilities is an answer of each."""
-    tails = [scoring.Tail(str(i), (1,) * 256 + (i,), 257) for i in range(scoring.MAX_CANDIDATES)]
-    with pytest.raises(InvalidRequestError, match=str(scoring.MAX_SCORED)) as raised:
-        scoring.Scoring(None, scoring.Split([1], tails, 0, None), scoring.Options())
+    tails = [healing.Tail(str(i), (1,) * 256 + (i,), 257) for i in range(scoring.MAX_CANDIDATES)]
+    with pytest.raises(InvalidRequestError, match=str(healing.MAX_SCORED)) as raised:
+        scoring.Scoring(None, healing.Split([1], tails, 0, None), scoring.Options())
     assert raised.value.field == "candidates"
 
 
@@ -323,11 +323,11 @@ def test_a_million_tokens_to_score_end_when_they_are_told_to(fixtures: Path) -> 
         shared = [5 + i % 40 for i in range(250)]
         wholes = [[*shared, 3 + i // 64, 3 + i % 64] for i in range(scoring.MAX_CANDIDATES)]
         poll = Poll(60)
-        texts = scoring.Texts([str(i) for i in range(len(wholes))], [3], [], wholes)
-        split = scoring.split(tokenizer, texts, end=False, poll=poll)
+        texts = healing.Texts([str(i) for i in range(len(wholes))], [3], [], wholes)
+        split = healing.split(tokenizer, texts, end=False, poll=poll)
         scoring.Scoring(engine._executor, split, scoring.Options(), poll)
         tails = [tail.tokens for tail in split.tails]
-        (step,) = scoring.passes(split.context, tails, scoring.tree(tails, poll), None, 0, 1 << 20, poll)
+        (step,) = passes(split.context, tails, tree(tails, poll), None, 0, 1 << 20, poll)
         poll()
         assert poll.longest < 0.2
         assert [list(tokens) for tokens in tails] == wholes and sum(map(len, step.targets)) >= len(wholes)

@@ -17,6 +17,7 @@ from reflex_ipc.cuda.places import PAGE
 from reflex_ipc.engine import Engine
 from reflex_ipc.errors import OutOfMemoryError, ReflexError
 from reflex_ipc.gguf import GGUF
+from reflex_ipc.healing import Split, Tail
 from reflex_ipc.plan import PARENT_NONE, Step
 from reflex_ipc.reference.ops import Run, States
 from reflex_ipc.reference.weights import Weights
@@ -280,8 +281,8 @@ def test_thousands_of_tokens_are_one_pass(fixtures: Path, name: str, n: int) -> 
         tails = rng.integers(3, device.tokenizer.n_vocab, (n // 4, 5)).tolist()
         for i in range(0, len(tails), 10):
             tails[i][:3] = tails[i - 1][:3]
-        texts = [scoring.Tail(str(i), tuple(tail), 5) for i, tail in enumerate(tails)]
-        split = scoring.Split([5, 6, 7, 8, 9, 10, 11], texts, 0, None)
+        texts = [Tail(str(i), tuple(tail), 5) for i, tail in enumerate(tails)]
+        split = Split([5, 6, 7, 8, 9, 10, 11], texts, 0, None)
 
         def scores(engine: Engine) -> tuple[np.ndarray, int]:
             engine._begin(len(split.context))
@@ -355,6 +356,7 @@ import sys
 from reflex_ipc import archs
 from reflex_ipc.cuda.executor import CudaExecutor
 from reflex_ipc.gguf import GGUF
+from reflex_ipc.healing import Split, Tail
 from reflex_ipc.plan import Step
 from reflex_ipc.sampler import Sampler, Sampling
 gguf = GGUF.open(sys.argv[1])

@@ -1,0 +1,164 @@
+"""Token healing: a candidate is tokenised together with the prompt, whose last tokens it may merge with.
+
+`of_text` and `of_parts` make ids of the texts, the prompt's once up to a place that no rule looks across; `split` says
+from where on all candidates are scored. docs/scoring.md defines it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from reflex_ipc.errors import ContextOverflowError, InvalidRequestError, Watch
+from reflex_ipc.tree import common_prefix
+
+if TYPE_CHECKING:
+    from reflex_ipc.errors import Poll
+    from reflex_ipc.tokenizer import Tokenizer
+
+MAX_SCORED = 1 << 20
+"""Tokens of all candidates, each counted with what it shares: so many log-probabilities are the answer."""
+NO_NEUTRAL = "the file names no token that begins or ends a text, so nothing can come before"
+
+
+class Texts(NamedTuple):
+    """Prompt and candidates as ids: `before` is what all of them begin with, `prompt` the rest of the prompt's,
+    `wholes` that of each prompt and candidate together."""
+
+    candidates: Sequence[str]
+    before: list[int]
+    prompt: list[int]
+    wholes: list[list[int]]
+
+
+class Tail(NamedTuple):
+    """A candidate behind the border: its text, the tokens to score, and the bytes they spell."""
+
+    text: str
+    tokens: tuple[int, ...]
+    n_bytes: int
+
+
+class Split(NamedTuple):
+    """Prompt and candidates, cut at the border from where on tokens are scored.
+
+    `context`: the tokens before it. `tails`: each candidate's behind it. `healed`: how many of the prompt's own tokens
+    lie behind it, since a candidate merges with them. `neutral`: the token that stands for no context at all.
+    """
+
+    context: list[int]
+    tails: list[Tail]
+    healed: int
+    neutral: int | None
+
+
+def of_text(
+    tokenizer: "Tokenizer", prompt: str, candidates: Sequence[str], join: str, n_ctx: int, poll: "Poll | None"
+) -> Texts:
+    """Raises ContextOverflowError at the first text that `n_ctx` tokens of context cannot hold."""
+    tokenizer.check_length(prompt, n_ctx)
+    at = tokenizer.border(prompt)
+    before = tokenizer.encode(prompt[:at], bos=tokenizer.add_bos, poll=poll)
+    rest = prompt[at:]
+    return _texts(
+        before, lambda tail: tokenizer.encode(rest + tail, bos=False, poll=poll), candidates, join, n_ctx, poll
+    )
+
+
+def of_parts(
+    tokenizer: "Tokenizer",
+    parts: Sequence[tuple[str, bool]],
+    candidates: Sequence[str],
+    join: str,
+    n_ctx: int,
+    poll: "Poll | None",
+) -> Texts:
+    """The same after a rendered chat, in which control tokens are recognised where a part says so."""
+    tokenizer.check_length("".join(text for text, _ in parts), n_ctx)
+    before, rest = _cut(tokenizer, parts)
+    return _texts(
+        tokenizer.encode_parts(before, poll),
+        lambda tail: tokenizer.encode_parts([*rest, (tail, False)], poll),
+        candidates,
+        join,
+        n_ctx,
+        poll,
+    )
+
+
+def _cut(tokenizer: "Tokenizer", parts: Sequence[tuple[str, bool]]) -> tuple[list[tuple[str, bool]], ...]:
+    """The parts before the last border, and those behind."""
+    for i in reversed(range(len(parts))):
+        text, special = parts[i]
+        if at := tokenizer.border(text):
+            return [*parts[:i], (text[:at], special)], [(text[at:], special), *parts[i + 1 :]]
+    return [], list(parts)
+
+
+def _texts(
+    before: list[int],
+    encode: Callable[[str], list[int]],
+    candidates: Sequence[str],
+    join: str,
+    n_ctx: int,
+    poll: "Poll | None",
+) -> Texts:
+    watch = Watch(poll)
+    prompt, wholes, n_scored = encode(""), [], 0
+    for i, text in enumerate(candidates):
+        watch()
+        wholes.append(encode(join + text))
+        n_scored += max(0, len(wholes[-1]) - len(prompt))  # at least
+        check_scored(n_scored)
+        n = len(before) + len(wholes[-1])
+        if n == 0:
+            raise InvalidRequestError(f"candidate {i} has no token in this vocabulary", f"candidates[{i}]")
+        if n - 1 > n_ctx:  # the last token is scored, not computed
+            raise ContextOverflowError(f"prompt and candidate {i} have {n - 1} tokens, the context holds {n_ctx}")
+    return Texts(candidates, before, prompt, wholes)
+
+
+def split(tokenizer: "Tokenizer", texts: Texts, *, end: bool, poll: "Poll | None" = None) -> Split:
+    """Raises InvalidRequestError where a token is needed that the file does not name."""
+    candidates, before, prompt, wholes = texts
+    if end:
+        ending = tokenizer.eot if tokenizer.eot is not None else tokenizer.eos
+        if ending is None:
+            raise InvalidRequestError("the file names no token that ends a turn", "end")
+        wholes = [[*whole, ending] for whole in wholes]
+    neutral = next((token for token in (tokenizer.bos, tokenizer.eos, tokenizer.eot) if token is not None), None)
+    n = border(prompt, wholes)
+    if n < 0:  # a candidate of no tokens of its own, whose bytes the vocabulary lacks
+        before, prompt, wholes = before[:-1], [before[-1], *prompt], [[before[-1], *whole] for whole in wholes]
+        n = border(prompt, wholes)
+    watch = Watch(poll)
+    n_bytes: dict[int, int] = {}  # of the tokens so far
+    tails = []
+    for text, whole in zip(candidates, wholes, strict=True):
+        watch()
+        tokens = tuple(whole[n:])
+        for token in set(tokens).difference(n_bytes):
+            n_bytes[token] = len(tokenizer.token_bytes(token))
+        tails.append(Tail(text, tokens, sum(map(n_bytes.__getitem__, tokens))))
+    context = [*before, *prompt[:n]]
+    if not context and neutral is None:
+        raise InvalidRequestError(NO_NEUTRAL)
+    return Split(
+        context if context or neutral is None else [neutral],
+        tails,
+        len(prompt) - n,
+        neutral,
+    )
+
+
+def border(prompt: Sequence[int], texts: Sequence[list[int]]) -> int:
+    """How many tokens the prompt and every prompt + candidate begin with alike, leaving each candidate at least one."""
+    # What the first and the last in order share with the prompt, all between them do, and lists are compared in C.
+    first, last = min(texts), max(texts)
+    return min(common_prefix(prompt, first), common_prefix(prompt, last), min(map(len, texts)) - 1)
+
+
+def check_scored(n: int) -> None:
+    if n > MAX_SCORED:
+        raise InvalidRequestError(
+            f"the candidates have more than {MAX_SCORED} tokens, each counted with what it shares with others",
+            "candidates",
+        )

@@ -3,10 +3,10 @@
     python bench/few_rows.py OUT                 in about 150 seconds: OUT/few_rows.json, short tables last
     python bench/few_rows.py OUT --types Q4_K --counts 8 40 --no-sweep
 
-Up to 64 rows four ways: `old` is matmul.cuh, where each warp reads x itself, 8 or 16 rows a block, `new` few.cuh,
-`memory` the same where parts of the columns are added up through memory and not by a cluster, `gemm` weights widened to
-halves and one plain product. Above, `new` in each of its widths, and `gemm`. Of 8 and 16 rows `old`, which is what the
-product takes there, and for k-quants `new`, which it could take. Times are of the products alone: x is halves already.
+Up to 64 rows three ways: `old` is matmul.cuh, where each warp reads x itself, 8 or 16 rows a block, `new` few.cuh, and
+`gemm` weights widened to halves and one plain product. Above, `new` in each of its widths, and `gemm`. Of 8 and 16 rows
+`old`, which is what the product takes there, and for k-quants `new`, which it could take. Times are of the products
+alone: x is halves already.
 One launch of a graph multiplies with many matrices in turn, more than the second-level cache holds, each product
 dependent on the one before. The sweep runs `new` in every shape it can have, next to the one that cuda/few.py chooses.
 Kernels are compiled here.
@@ -109,7 +109,6 @@ class Bench:
             dependent,
         )
         self.limits = limits_of(device, self.kernels)
-        self.without_clusters = self.limits._replace(cluster=1)
         self.memory: list[Any] = []
         self.pool, self.x, self.out = self.take(POOL), self.take(128 * 12288 * 4), self.take(128 * 24576 * 4)
         self.scratch = self.take(400 << 20)
@@ -251,13 +250,12 @@ class Old(Way):
 class New(Way):
     """In the shape that cuda/few.py chooses, or a given one."""
 
-    def __init__(self, width: int | None = None, shape: FewShape | None = None, *, clusters: bool = True) -> None:
-        self.width, self.shape, self.clusters = width, shape, clusters
+    def __init__(self, width: int | None = None, shape: FewShape | None = None) -> None:
+        self.width, self.shape = width, shape
 
     def __call__(self, bench: Bench, kind: str, product: Product, m: int, matrices: list[Matrix]) -> list[Call]:
         width = self.width or next(w for w in WIDTHS if w >= max(m, ALONE + 1))
-        limits = bench.limits if self.clusters else bench.without_clusters
-        return few(limits, bench.entry(m, product), matrices, bench.scratch, product.swiglu, width, self.shape)
+        return few(bench.limits, bench.entry(m, product), matrices, bench.scratch, product.swiglu, width, self.shape)
 
 
 class Gemm(Way):
@@ -265,7 +263,7 @@ class Gemm(Way):
         return gemm_half(bench.limits, bench.entry(m, product), matrices, bench.scratch, product.swiglu, False)
 
 
-WAYS: dict[str, Way] = {"old": Old(), "new": New(), "memory": New(clusters=False), "gemm": Gemm()}
+WAYS: dict[str, Way] = {"old": Old(), "new": New(), "gemm": Gemm()}
 
 
 def ways_of(kind: str, m: int) -> dict[str, Way]:
@@ -336,20 +334,17 @@ def main() -> int:
                 continue
             for m in (*(given.less if kind in WHOLE else ()), *(SWEPT if kind != "Q6_K" else (40,))):
                 of = product.rows[:1] if product.swiglu else product.rows
-                for limits in dict.fromkeys((bench.limits, bench.without_clusters)):
-                    clusters = limits.cluster > 1
-                    chosen = few_shape(limits, kind, m, m, product.n_in, of, product.swiglu)
-                    found = []
-                    for shape in shapes(limits, kind, m, product):
-                        if time.monotonic() - began < given.limit:
-                            us = bench.time(New(m, shape, clusters=clusters), kind, product, m)
-                            found.append((us, shape))
-                    if found:
-                        us, best = min(found)
-                        mine = next((t for t, shape in found if shape == chosen), float("nan"))
-                        entry = {"type": kind, "product": product.name, "model": product.model, "m": m, "us": mine}
-                        entry |= {"chosen": chosen[:4], "best_us": us, "best": best[:4], "clusters": clusters}
-                        swept.append(entry | {"all": [[t, *shape] for t, shape in sorted(found)]})
+                chosen = few_shape(bench.limits, kind, m, m, product.n_in, of, product.swiglu)
+                found = []
+                for shape in shapes(bench.limits, kind, m, product):
+                    if time.monotonic() - began < given.limit:
+                        found.append((bench.time(New(m, shape), kind, product, m), shape))
+                if found:
+                    us, best = min(found)
+                    mine = next((t for t, shape in found if shape == chosen), float("nan"))
+                    entry = {"type": kind, "product": product.name, "model": product.model, "m": m, "us": mine}
+                    entry |= {"chosen": chosen[:4], "best_us": us, "best": best[:4]}
+                    swept.append(entry | {"all": [[t, *shape] for t, shape in sorted(found)]})
         print(f"{kind}, swept: {time.monotonic() - began:.0f} s", flush=True)
     measure.save(given.out / "few_rows.json", measure.document("few_rows", {"rows": rows, "sweep": swept}))
     render(rows, swept, counts)
@@ -364,9 +359,9 @@ def render(rows: Sequence[dict[str, Any]], swept: Sequence[dict[str, Any]], coun
     for e in swept:
         print(
             f"{e['type']:5}{e['model']:5}{e['product']:9}{e['m']:3} {e['us']:7.1f} {e['chosen']}"
-            f"{e['best_us']:7.1f} {e['best']}{'' if e['clusters'] else ' through memory'}"
+            f"{e['best_us']:7.1f} {e['best']}"
         )
-    print("\nus a product at 40 rows: old, new, through memory, gemm; new's GB/s, TFLOP/s; errors")
+    print("\nus a product at 40 rows: old, new, gemm; new's GB/s, TFLOP/s; errors")
     for at in dict.fromkeys((r["type"], r["model"], r["product"]) for r in rows):
         found = {r["way"]: r for r in rows if (r["type"], r["model"], r["product"], r["m"]) == (*at, 40)}
         if found:

@@ -17,11 +17,11 @@
 // rows.
 //
 // Layout: blockIdx.x is a tile of 16 rows a warp (SwiGLU: 8 gate rows and their 8 up rows), blockIdx.y a block of N rows
-// of x, blockIdx.z a part of the columns. Parts are added up in their order: by the last block of a tile, through `sums`;
-// or, where that is null, by all of them, which then are a cluster.
-// Launch: 32 threads a warp, up to `few_threads`; dynamic shared memory of `few_barriers` bytes and `stages` times that of
-// a stage, and not below 16 bytes and 80 N a warp; `arrived` is zeros before and after. W is read before the predecessor
-// is waited for, up to 15 bytes around a row.
+// of x, blockIdx.z a part of the columns. Parts are added up in their order: where there are clusters, by all blocks of a
+// tile, which are one; elsewhere by the last one, through `sums`.
+// Launch: 32 threads a warp, up to `few_threads`; dynamic shared memory of `few_barriers` bytes and behind them `stages`
+// times that of a stage, or at least 16 bytes and 80 N a warp; `arrived` is zeros before and after. W is read before the
+// predecessor is waited for, up to 15 bytes around a row.
 #pragma once
 
 #include "multiply.cuh"
@@ -211,7 +211,6 @@ __device__ __forceinline__ void few(const FewArgs& args) {
   const int ahead = has_copy_engine ? stages : stages - 1;
 #pragma unroll 1
   for (int i = 0; i < ahead; ++i) fill_w(begin + i, i);
-  let_successor_start();
   wait_for_predecessor();
   __syncthreads();
 #pragma unroll 1
@@ -273,9 +272,13 @@ __device__ __forceinline__ void few(const FewArgs& args) {
     }
   }
 
-  // Through shared memory, so that rows are written side by side; no two accumulators of a warp fall into one bank.
+  let_successor_start();  // not earlier: its blocks, and those that it lets start in turn, would be in the way
+
+  // Through shared memory, so that rows are written side by side; no two accumulators of a warp fall into one bank. Not
+  // where the barriers are: those of blocks in clusters change once more when everything they waited for is there.
   constexpr int stride = 20;
-  float* mine = reinterpret_cast<float*>(shared) + warp * N * stride;
+  float* const all = reinterpret_cast<float*>(shared + few_barriers);
+  float* mine = all + warp * N * stride;
   __syncthreads();
 #pragma unroll
   for (int n = 0; n < N / 8; ++n) {
@@ -284,11 +287,10 @@ __device__ __forceinline__ void few(const FewArgs& args) {
   }
   __syncwarp();
   if constexpr (has_clusters) {
-    if (gridDim.z > 1 && !args.sums) {
+    if (gridDim.z > 1) {
       // Every block of the cluster adds up a share of the rows of x.
       const int parts = gridDim.z, share = (N + parts - 1) / parts, from = min(N, (int)blockIdx.z * share);
       const uint32_t address = shared_address(mine);
-      __syncwarp();
       cluster_barrier();
       write_out<N, stride>(args, tile, from, min(N, from + share), [&](int at) {
         float4 total = {};
@@ -300,8 +302,9 @@ __device__ __forceinline__ void few(const FewArgs& args) {
       cluster_barrier();  // what others still read
       return;
     }
+  } else {
+    if (gridDim.z > 1 && !add_parts<N, stride>(args, mine, reinterpret_cast<int*>(all) + warps * N * stride)) return;
   }
-  if (args.sums && !add_parts<N, stride>(args, mine, reinterpret_cast<int*>(shared) + warps * N * stride)) return;
   write_out<N, stride>(args, tile, 0, N, [&](int at) { return *reinterpret_cast<const float4*>(mine + at); });
 }
 

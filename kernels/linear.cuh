@@ -21,7 +21,7 @@ struct Matrix {
 struct FewArgs {  // few.cuh
   const uint4* x;        // pages (n_rows / N, ceil(n_in / 256), page_chunks(N)): pages.cuh
   const float* x_scale;  // (n_rows)
-  float* sums;           // (tiles, parts, warps, N, 16), not yet times x_scale; or null: one part, or a cluster of them
+  float* sums;           // (tiles, parts, warps, N, 16), not yet times x_scale; not used where a cluster adds parts up
   int* arrived;          // (tiles): parts of a tile that have written their sums
   int m;                 // rows of x that count
   int n_in;

@@ -25,7 +25,6 @@ KERNELS = Path(launch.LIB) / "sm_90a" / "kernels.txt"
 pytestmark = pytest.mark.skipif(not KERNELS.exists(), reason="the kernels are not built: kernels/build.py all")
 
 LIMITS = Limits(4, 227 << 10)
-CLUSTERS = LIMITS._replace(cluster=8)
 SCALES = {
     "Q3_K": [108],
     "Q4_K": [0, 2],
@@ -143,9 +142,9 @@ SHAPES = {  # type, rows of x, rows and columns of W, limits; parts of the colum
     "one block, in parts of the columns": ("Q4_K", 24, 40, 1536, LIMITS, 3, 2),
     "parts of many stages": ("Q6_K", 40, 70, 2304, LIMITS, 2, 3),
     "three stages in turns": ("Q5_K", 64, 200, 2048, LIMITS, 1, 3),
-    "a cluster of parts": ("Q4_K", 24, 40, 2048, CLUSTERS, 4, 2),
-    "a cluster of many parts and blocks": ("Q6_K", 40, 150, 2048, CLUSTERS, 8, 2),
-    "a cluster of another type": ("Q8_0", 50, 33, 1024, CLUSTERS, 2, 2),
+    "four parts": ("Q4_K", 24, 40, 2048, LIMITS, 4, 2),
+    "many parts and blocks": ("Q6_K", 40, 150, 2048, LIMITS, 8, 2),
+    "parts of another type": ("Q8_0", 50, 33, 1024, LIMITS, 2, 2),
     "two blocks of rows, for want of shared memory": ("Q6_K", 40, 70, 768, Limits(4, 70 << 10)),
     "a last stage that is not full": ("Q8_0", 24, 33, 1056, LIMITS),
     "rows that begin anywhere": ("F16", 23, 33, 510, LIMITS),
@@ -159,10 +158,11 @@ SHAPES = {  # type, rows of x, rows and columns of W, limits; parts of the colum
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("case", SHAPES)
 def test_few_rows(run_few, case, swiglu):
-    """Stages in shared memory; bias, residual and SwiGLU, at once and after parts; matrices beside each other."""
+    """Stages in shared memory; bias, residual and SwiGLU, at once and after parts; matrices beside each other.
+
+    Parts are added up by a cluster where four warps multiply together, and through memory elsewhere."""
     name, m, n_out, n_in, limits, *given = SHAPES[case]
-    if limits.cluster > run_few.cluster:
-        pytest.skip("these kernels know no clusters")
+    limits = limits._replace(cluster=run_few.cluster)
     rng = np.random.default_rng([m, n_in, swiglu])
     x, norm = room(rows(m, n_in, rng), np.float32), room(rng.uniform(0.02, 0.08, n_in).astype(np.float32), np.float32)
     wide = x.reshape(m, n_in).astype(np.float64)
@@ -183,7 +183,7 @@ def test_few_rows(run_few, case, swiglu):
         width = few_width(limits, m, [name])
         warps, _, most, shared = max(few_shapes(limits, name, width), key=lambda shape: shape[2])
         part_stages = -(-n_in // (formats.FORMATS[name].few_columns * parts))
-        assert stages <= most and (part_stages > stages or parts > 2 or limits is CLUSTERS)
+        assert stages <= most and (part_stages > stages or parts > 1)
         shape = FewShape(warps, parts, part_stages, stages, shared)
         calls = few(limits, entry, matrices, scratch.ctypes.data, swiglu, width, shape)
     else:
@@ -201,14 +201,10 @@ def test_few_rows(run_few, case, swiglu):
         for out, (expected, size), (*_, before) in zip(outs, sides, keep, strict=True):
             assert error(out, expected + before, size) < 9e-4
     first = [out.tobytes() for out in outs]
-    again = [calls]
-    if limits is CLUSTERS:  # parts through memory are added in the same order
-        again.append(few(LIMITS, entry, matrices, scratch.ctypes.data, swiglu, width, shape))
-    for calls in again:
-        for *_, out, before in keep:
-            out[:] = before.reshape(-1)
-        run_few(calls)
-        assert [out.tobytes() for out in outs] == first
+    for *_, out, before in keep:
+        out[:] = before.reshape(-1)
+    run_few(calls)
+    assert [out.tobytes() for out in outs] == first
 
 
 @pytest.mark.parametrize("name", formats.WHOLE)
@@ -229,7 +225,14 @@ def test_weights_of_whole_numbers_lose_nothing(run_few, name):
     out = room(np.full((m, n_out), np.nan, np.float32), np.float32)
     matrix = [Matrix(name, at.ctypes.data, n_out, out.ctypes.data, n_out)]
     scratch = room(np.full(linear.scratch_bytes(m, n_in, matrix), 0xFF, np.uint8))
-    run_few(linear.linear(LIMITS, Input(place.ctypes.data, m, n_in, n_in), matrix, scratch.ctypes.data))
+    run_few(
+        linear.linear(
+            LIMITS._replace(cluster=run_few.cluster),
+            Input(place.ctypes.data, m, n_in, n_in),
+            matrix,
+            scratch.ctypes.data,
+        )
+    )
     found = error(out.reshape(m, n_out), halves @ w.T, np.sqrt((halves**2) @ (w**2).T))
     rounded = error(x.astype(np.float64) @ w.T, halves @ w.T, np.sqrt((halves**2) @ (w**2).T))
     assert found < (3e-6 if name != "Q6_K" else 3e-4) and rounded > 1e-5

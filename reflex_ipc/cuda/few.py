@@ -14,21 +14,23 @@ _PAGES = Struct("<5Q6ifi")
 _PAGES_THREADS = 512
 _WARPS = 12  # of a multiprocessor: registers suffice for so many
 _BARRIERS = 64  # bytes of shared memory beside the stages
-_CLUSTERS = (1, 2, 4, 8)  # parts that a cluster adds up
+_CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.94, 8: 0.73}
+"""Parts that a cluster adds up -> the share of the multiprocessors that clusters of so many blocks can fill, where each
+block fills one: those of a cluster lie side by side."""
 
-# Cycles of an H200, fitted to bench/few_rows.py when a block still had a barrier a stage.
-_STAGE = 16.6  # of a warp for 64 columns,
-_ROW = 1.42  # and for each row of x with them;
-_Q6_K = 1.3  # times as much where rows begin anywhere
-_LEAST = 8.1  # warps: fewer take as long
-_EXTRA = 0.45  # of a warp, for all together
-_BEGIN = 2620  # of a block
-_ADD = 3880  # of the last block of a tile,
-_PART = 630  # for each part that it adds
-_SUM = 0.0011  # and for each byte of sums
-# Of a cluster that adds parts up, estimated and not fitted; where its blocks may lie is left out.
-_MEET = 2000
-_FETCH = 300  # for each part
+# Cycles of an H200, fitted to what bench/few_rows.py measured there at 32, 40 and 64 rows.
+_STAGE = 30.5  # of a warp for 64 columns,
+_ROW = 0.26  # and for each row of x with them;
+_Q6_K = 1.65  # times as much where rows begin anywhere
+_LEAST = 7.6  # warps: fewer take as long
+_FETCH = 4.6  # of a block for 64 columns of each row of x
+_BEGIN = 6390  # of a multiprocessor with blocks that begin together,
+_BLOCK = 1010  # of each of them,
+_WARP = 178  # and of a warp of one
+_MEET = 500  # of a cluster that adds parts up,
+_MET = 45  # for each part
+_PART = 600  # of the last block of a tile, where that adds them up, for each part,
+_SUM = 0.0008  # and for each byte of sums
 
 
 class FewShape(NamedTuple):
@@ -64,9 +66,8 @@ def few(
             of_kind = [m for m in matrices if m.type == kind]
             rows = tuple(m.n_out for m in (of_kind[:1] if swiglu else of_kind))
             best = shape or few_shape(limits, kind, width, x.n, x.width, rows, swiglu)
-            through_memory = best.parts > 1 and limits.cluster == 1
             arguments = _FEW.pack(
-                *(room.pages, room.scale, room.sums if through_memory else 0, room.arrived),
+                *(room.pages, room.scale, room.sums, room.arrived),
                 *(x.n, x.width, len(of_kind), swiglu, best.part_stages, best.stages),
             )
             arguments += pack_matrices(of_kind)
@@ -75,7 +76,7 @@ def few(
             products.append(
                 Call(f"few_{kind.lower()}_{width}", grid, (32 * best.warps, 1, 1), best.shared, (arguments,), cluster)
             )
-            if through_memory:
+            if best.parts > 1 and not cluster:
                 most = max(most, grid[0] * grid[1])
         if products:
             arguments = _PAGES.pack(
@@ -101,7 +102,7 @@ def few_shapes(limits: Limits, kind: str, width: int) -> list[tuple[int, int, in
         blocks = min(_WARPS // warps, (room + 1024) // (2 * stage + 1024 + _BARRIERS))
         if blocks:
             stages = min(4, ((room + 1024) // blocks - 1024 - _BARRIERS) // stage)
-            found.append((warps, blocks, stages, max(_BARRIERS + stages * stage, warps * width * 80 + 16)))
+            found.append((warps, blocks, stages, _BARRIERS + max(stages * stage, warps * width * 80 + 16)))
     return found
 
 
@@ -116,32 +117,36 @@ def few_shape(
 ) -> FewShape:
     """The shape that finishes first, by a model of an H200; `rows` of W of each matrix, with SwiGLU of one.
 
-    A stage takes a warp some cycles for itself and for each row of x; a block costs something to begin, and so does the
-    last one of a tile with the sums that it adds up, or a cluster with its own.
+    A stage takes a warp some cycles for itself and for each row of x, and a block some to fetch these; blocks cost
+    something to begin, and so does a cluster with the sums that it adds up, or the last block of a tile.
     """
     form = FORMATS[kind]
     n_stages = -(-n_in // form.few_columns)
-    stage = form.few_columns / 64 * (_STAGE + _ROW * width) * (_Q6_K if kind == "Q6_K" else 1)
+    of_warp = form.few_columns / 64 * (_STAGE + _ROW * width) * (_Q6_K if kind == "Q6_K" else 1)
+    of_block = form.few_columns / 64 * _FETCH * width
     room = sums_bytes(n, sum(rows) * (2 if swiglu else 1))
+    is_clustered = limits.cluster > 1
     best, least = None, 0.0
     for warps, at_a_time, stages, shared in few_shapes(limits, kind, width):
         tiles = _tiles(rows, warps, swiglu) * -(-n // width)
         sums = 4 * tiles * 16 * warps * width
         for wanted in few_parts(limits):
-            if wanted > 1 and (wanted > n_stages or (limits.cluster == 1 and (sums * wanted > room or tiles > TILES))):
+            if wanted > 1 and (wanted > n_stages or (not is_clustered and (sums * wanted > room or tiles > TILES))):
                 break
             part_stages = -(-n_stages // wanted)
             parts = -(-n_stages // part_stages)
-            if parts != wanted and limits.cluster > 1:
+            if parts != wanted and is_clustered:
                 continue
-            full, rest = divmod(tiles * parts, limits.multiprocessors * at_a_time)
+            filled = _CLUSTERS[parts] if is_clustered and at_a_time == 1 else 1
+            multiprocessors = max(1, int(limits.multiprocessors * filled))
+            full, rest = divmod(tiles * parts, multiprocessors * at_a_time)
             cost = 0.0
-            for rounds, blocks in ((full, at_a_time), (1, -(-rest // limits.multiprocessors))):
+            for rounds, blocks in ((full, at_a_time), (1, -(-rest // multiprocessors))):
                 if blocks:
-                    cost += rounds * (_BEGIN + part_stages * stage * (_EXTRA + max(blocks * warps, _LEAST)))
+                    begin = _BEGIN + _BLOCK * blocks + _WARP * warps
+                    cost += rounds * (begin + part_stages * (of_warp * max(blocks * warps, _LEAST) + of_block * blocks))
             if parts > 1:
-                through_memory = _ADD + parts * (_PART + sums * _SUM)
-                cost += _MEET + parts * _FETCH if limits.cluster > 1 else through_memory
+                cost += _MEET + parts * _MET if is_clustered else parts * (_PART + sums * _SUM)
             if best is None or cost < least:
                 best, least = FewShape(warps, parts, part_stages, stages, shared), cost
     assert best is not None

@@ -65,8 +65,12 @@ inline Barrier &begun(uint32_t at) {
     if (barrier.block != emulated_block) refuse("a barrier that was not begun");
     return barrier;
 }
+// A device may write to a barrier at any time until the block ends.
 inline void begin_barriers(uint32_t barriers, uint32_t n) {
-    for (uint32_t i = 0; i < n; i++) barrier_at(barriers + 8 * i) = {emulated_block};
+    for (uint32_t i = 0; i < n; i++) {
+        barrier_at(barriers + 8 * i) = {emulated_block};
+        keep_until_end(barriers + 8 * i, 8);
+    }
 }
 inline void expect_bytes(uint32_t at, uint32_t n) {
     Barrier &barrier = begun(at);

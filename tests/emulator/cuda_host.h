@@ -57,6 +57,7 @@ void __syncthreads();
 int __syncthreads_or(int predicate);
 void __syncwarp(unsigned = ~0u);
 void cluster_meets();
+void keep_until_end(uint32_t at, uint32_t bytes);  // of the block's shared memory: nobody else writes there
 void let_others_run();  // until this thread's turn comes again
 [[noreturn]] void refuse(const char *why);
 void *warp_slots();  // 32 places of 32 bytes of the running fiber's warp

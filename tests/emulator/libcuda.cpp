@@ -36,7 +36,8 @@ namespace {
 struct Fiber { void *stack_pointer; char *stack; bool is_done; dim3_host index; unsigned block, thread; };
 struct WarpState { int arrived, alive; int generation; unsigned char slots[32 * 32]; };
 struct Meeting { int arrived, alive, generation; };
-struct Block { dim3_host index; int number; Meeting meeting; std::vector<WarpState> warps; };
+struct Kept { uint32_t at; std::vector<unsigned char> bytes; };
+struct Block { dim3_host index; int number; Meeting meeting; std::vector<WarpState> warps; std::vector<Kept> kept; };
 constexpr size_t STACK = 64 << 10;
 std::vector<Fiber> fibers;
 std::vector<Block> blocks;  // of the cluster that runs; most are alone
@@ -94,7 +95,7 @@ void run_cluster(std::vector<dim3_host> indices, unsigned threads) {
     blocks.clear();
     for (dim3_host index : indices) {
         memset(shared_of_blocks[blocks.size()], 0xff, SHARED);
-        blocks.push_back({index, ++number, {0, int(threads), 0}, std::vector<WarpState>((threads + 31) / 32)});
+        blocks.push_back({index, ++number, {0, int(threads), 0}, std::vector<WarpState>((threads + 31) / 32), {}});
     }
     cluster = {0, int(count), 0};
     for (unsigned i = 0; i < count; i++) {
@@ -117,6 +118,10 @@ void run_cluster(std::vector<dim3_host> indices, unsigned threads) {
                 switch_fiber(&scheduler, fibers[i].stack_pointer);
             }
     }
+    for (size_t i = 0; i < blocks.size(); i++)
+        for (const Kept &kept : blocks[i].kept)
+            if (memcmp(shared_of_blocks[i] + kept.at, kept.bytes.data(), kept.bytes.size()))
+                refuse("shared memory that is the hardware's was written to");
 }
 }  // namespace
 
@@ -134,6 +139,10 @@ int __syncthreads_or(int predicate) {
 }
 void __syncwarp(unsigned) { meet(own_warp()); }
 void let_others_run() { yield(); }
+void keep_until_end(uint32_t at, uint32_t bytes) {
+    unsigned char *from = emulated_shared + at;
+    own_block().kept.push_back({at, std::vector<unsigned char>(from, from + bytes)});
+}
 void refuse(const char *why) {
     fprintf(stderr, "the emulated device: %s\n", why);
     abort();

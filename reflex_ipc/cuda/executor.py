@@ -9,7 +9,7 @@ from itertools import pairwise
 from struct import Struct
 
 from reflex_ipc.cuda import lower
-from reflex_ipc.cuda.buffers import LEAST_TOKENS, Buffers
+from reflex_ipc.cuda.buffers import Buffers
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.driver import gib
 from reflex_ipc.cuda.fuse import alone, fused
@@ -17,7 +17,7 @@ from reflex_ipc.cuda.launch import Kernels
 from reflex_ipc.cuda.linear import FEW
 from reflex_ipc.cuda.lower import Lowering
 from reflex_ipc.cuda.places import PAGE, CacheLayout, Columns, Places, Shape
-from reflex_ipc.cuda.room import HEAD_ROWS, working_space
+from reflex_ipc.cuda.room import HEAD_ROWS, LEAST_TOKENS, working_space
 from reflex_ipc.cuda.routed import RoutedFirst
 from reflex_ipc.cuda.sampling import CONTROL, Sampling
 from reflex_ipc.cuda.upload import Upload
@@ -279,13 +279,18 @@ class CudaExecutor:
         p = self._places
         n, spare = len(step.tokens), p.token_capacity - len(step.tokens)
         numbers = Struct(f"<{n}i{4 * spare}x{n}i{4 * spare}x{len(step.rows)}i")
-        control = CONTROL.pack(self._n_past, step.n_keep, self._sampling.serial, self._parity)
-        self._stream.to_device(p.control, control + numbers.pack(*step.tokens, *step.positions, *step.rows))
+        inputs = CONTROL.pack(self._n_past, step.n_keep, self._sampling.serial, self._parity)
+        inputs += numbers.pack(*step.tokens, *step.positions, *step.rows)
         if is_tree:
             from reflex_ipc.cuda.steps import mask_of
 
-            self._stream.to_device(p.parents, Struct(f"<{n}i").pack(*step.parents))
-            self._stream.to_device(p.mask, mask_of(step))
+            parents, mask = Struct(f"<{n}i").pack(*step.parents), mask_of(step)
+            if p.parents == p.ancestors:
+                inputs += bytes(4 * (p.row_capacity - len(step.rows))) + parents + mask
+            else:
+                self._stream.to_device(p.parents, parents)
+                self._stream.to_device(p.mask, mask)
+        self._stream.to_device(p.control, inputs)
 
     def _launches(
         self, shape: Shape, tracing: "Tracing | None" = None, poll: "Poll | None" = None

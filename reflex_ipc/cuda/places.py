@@ -47,6 +47,7 @@ class Places:
     """Addresses on the device of everything that is not a weight."""
 
     __slots__ = (
+        "ancestors",
         "branches",
         "cache",
         "control",
@@ -86,7 +87,8 @@ class Places:
     tokens: int  # (token_capacity) int32, and so positions
     positions: int
     rows: int  # (row_capacity) int32
-    parents: int  # (token_capacity) int32, of a tree; then the mask: a row a token of 1 + ceil(T/32) words
+    ancestors: int  # behind the rows: room for parents and mask of a small tree
+    parents: int  # (T) int32, of a tree; then the mask: a row a token of 1 + ceil(T/32) words
     mask: int
     branches: int  # recurrent states behind the tokens of a tree, a layer at a time
     heads: int  # the numbers 0, 1, 2 ... in float32: heads as if they were experts

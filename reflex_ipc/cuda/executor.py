@@ -5,7 +5,6 @@ is out before anything that only later ones need is made.
 """
 
 import time
-from itertools import pairwise
 from struct import Struct
 
 from reflex_ipc.cuda import lower
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
 LONG_STEP = 2048
 """From so many tokens on a step takes a fraction of a second or more, and is queued layer by layer."""
 REPORT_EVERY = 0.05  # seconds
-SCORE_THREADS = 512
 SHAPES = 16
 """Shapes of steps whose launches are kept, and decisions whose graphs are: those used last."""
 _NOTHING = Shape(0, 0)
@@ -405,11 +403,12 @@ class CudaExecutor:
     def score(self, step: Step, targets: "Sequence[Sequence[int]]", poll: "Poll | None" = None) -> list[list[float]]:
         """Run a step; the log-probabilities of each row's targets. Logits never leave the device; those of HEAD_ROWS
         rows are held at once."""
-        from reflex_ipc.cuda.steps import rounded
+        from reflex_ipc.cuda.steps import log_probabilities, rounded, score_bytes
 
+        n_vocab = self.plan.n_vocab
         starts = range(0, len(step.rows), HEAD_ROWS)
         n_most = max(sum(map(len, targets[start : start + HEAD_ROWS])) for start in starts)
-        at = self._buffers.hold_scores(4 * (HEAD_ROWS + 1 + 2 * n_most))
+        at = self._buffers.hold_scores(score_bytes(min(HEAD_ROWS, len(step.rows)), n_most, n_vocab))
         found: list[list[float]] = []
         for start in starts:
             rows = step.rows[start : start + HEAD_ROWS]
@@ -419,7 +418,8 @@ class CudaExecutor:
             else:
                 self._head(len(step.tokens), rows, poll)
             self._shape = Shape(len(step.tokens), len(rows))
-            found += self._log_probabilities(at, targets[start : start + HEAD_ROWS])
+            some = targets[start : start + HEAD_ROWS]
+            found += log_probabilities(self._kernels, self._stream, self._logits(0), n_vocab, some, at)
         return found
 
     def _head(self, n_tokens: int, rows: "Sequence[int]", poll: "Poll | None") -> None:
@@ -434,21 +434,6 @@ class CudaExecutor:
             if group is not None and group.outputs[0].selected:
                 for launch in launches:
                     launch()
-
-    def _log_probabilities(self, at: int, targets: "Sequence[Sequence[int]]") -> list[list[float]]:
-        """Of each row's target tokens, from the logits that are there; `at` is room for them."""
-        n_targets = sum(map(len, targets))
-        first = [0]
-        for row in targets:
-            first.append(first[-1] + len(row))
-        words = Struct(f"<{len(first)}i{n_targets}i").pack(*first, *(token for row in targets for token in row))
-        out = at + len(words)
-        self._stream.to_device(at, words)
-        arguments = out, self._logits(0), at, at + 4 * len(first), self.plan.n_vocab
-        function = self._kernels.function("score_rows")
-        function.prepare((len(targets), 1, 1), (SCORE_THREADS, 1, 1), arguments, self._stream)()
-        values = Struct(f"<{n_targets}f").unpack(self._stream.read(out, 4 * n_targets))
-        return [list(values[start:stop]) for start, stop in pairwise(first)]
 
     def step_limit(self, n_past: int, n_tokens: int) -> int:
         """How many of `n_tokens` one step behind `n_past` others may have, by free memory and the grids of kernels."""

@@ -18,19 +18,24 @@ pytestmark = pytest.mark.skipif(not KERNELS.exists(), reason="the kernels are no
 
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory):
-    """scored(logits, targets): log-probabilities, by the kernels in no more room than they say."""
+    """scored(logits, targets, n_answers): log-probabilities, by the kernels in no more room than they say; with
+    page-locked memory for so many, if any."""
     opening = start_driver(0, str(library(KERNELS)))
     device = opening.wait()
     kernels = Kernels(device, str(emulator.kernels(KERNELS, tmp_path_factory.mktemp("emulated"))))
     stream = device.stream()
 
-    def run(logits: np.ndarray, targets: list[list[int]]) -> list[list[float]]:
+    def run(logits: np.ndarray, targets: list[list[int]], n_answers: int = 0) -> list[list[float]]:
         n_rows, n_vocab = logits.shape
         logits = np.append(logits, np.float32(1e9))  # what lies behind them is nobody's
         size = score_bytes(n_rows, sum(map(len, targets)), n_vocab)
         room = np.full(size // 4 + 16, np.nan, np.float32)
-        found = log_probabilities(kernels, stream, logits.ctypes.data, n_vocab, targets, room.ctypes.data)
+        answers = device.pinned(4 * n_answers, "answers") if n_answers else None
+        found = log_probabilities(kernels, stream, logits.ctypes.data, n_vocab, targets, room.ctypes.data, answers)
         assert np.isnan(room[size // 4 :]).all()
+        if answers is not None:
+            assert any(answers.view) == (sum(map(len, targets)) <= n_answers)
+            answers.close()
         return found
 
     yield run
@@ -60,6 +65,12 @@ def test_rows_do_not_change_one_another(scored) -> None:
     targets = [[i, 19999 - i] for i in range(9)]
     together = scored(logits, targets)
     assert together == [scored(logits[i : i + 1], targets[i : i + 1])[0] for i in range(9)]
+
+
+def test_answers_are_left_with_the_host_where_it_has_room(scored) -> None:
+    logits = np.random.default_rng(2).normal(0, 3, (2, 10000)).astype(np.float32)
+    targets = [[1, 2, 9999], [5]]
+    assert scored(logits, targets, 3) == scored(logits, targets, 4) == scored(logits, targets)
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])

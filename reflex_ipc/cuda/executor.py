@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from reflex_ipc.cuda.fuse import Group
     from reflex_ipc.cuda.graph import GraphExec
     from reflex_ipc.cuda.launch import Launch
-    from reflex_ipc.cuda.memory import Memory
+    from reflex_ipc.cuda.memory import Memory, Pinned
     from reflex_ipc.cuda.tracing import Tracing
     from reflex_ipc.errors import Poll
     from reflex_ipc.gguf import GGUF
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 LONG_STEP = 2048
 """From so many tokens on a step takes a fraction of a second or more, and is queued layer by layer."""
 REPORT_EVERY = 0.05  # seconds
+ANSWER_BYTES = 4096
+"""Answers of a decision that its kernel leaves with the host; more are fetched."""
 SHAPES = 16
 """Shapes of steps whose launches are kept, and decisions whose graphs are: those used last."""
 _NOTHING = Shape(0, 0)
@@ -93,6 +95,7 @@ class CudaExecutor:
         self._device: Device | None = None
         self._trace = trace
         self._tracing: Tracing | None = None
+        self._answers: Pinned | None = None
         upload: Upload | None = None
         try:
             lower.check(plan)
@@ -409,6 +412,9 @@ class CudaExecutor:
         starts = range(0, len(step.rows), HEAD_ROWS)
         n_most = max(sum(map(len, targets[start : start + HEAD_ROWS])) for start in starts)
         at = self._buffers.hold_scores(score_bytes(min(HEAD_ROWS, len(step.rows)), n_most, n_vocab))
+        if self._answers is None and self._step_graphs:  # decisions come again: page-locked memory takes milliseconds
+            assert self._device is not None
+            self._answers = self._device.pinned(ANSWER_BYTES, "answers")
         found: list[list[float]] = []
         for start in starts:
             rows = step.rows[start : start + HEAD_ROWS]
@@ -419,7 +425,8 @@ class CudaExecutor:
                 self._head(len(step.tokens), rows, poll)
             self._shape = Shape(len(step.tokens), len(rows))
             some = targets[start : start + HEAD_ROWS]
-            found += log_probabilities(self._kernels, self._stream, self._logits(0), n_vocab, some, at)
+            logits, answers = self._logits(0), self._answers
+            found += log_probabilities(self._kernels, self._stream, logits, n_vocab, some, at, answers)
         return found
 
     def _head(self, n_tokens: int, rows: "Sequence[int]", poll: "Poll | None") -> None:

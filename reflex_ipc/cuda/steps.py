@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from reflex_ipc.cuda.device import Stream
     from reflex_ipc.cuda.launch import Kernels
+    from reflex_ipc.cuda.memory import Pinned
 
 ROUNDED = 8
 """Tokens of a short step that is scored, and rows of it, come in multiples of this."""
@@ -56,21 +57,37 @@ def score_bytes(n_rows: int, n_targets: int, n_vocab: int) -> int:
 
 
 def log_probabilities(
-    kernels: "Kernels", stream: "Stream", logits: int, n_vocab: int, targets: "Sequence[Sequence[int]]", at: int
+    kernels: "Kernels",
+    stream: "Stream",
+    logits: int,
+    n_vocab: int,
+    targets: "Sequence[Sequence[int]]",
+    at: int,
+    answers: "Pinned | None" = None,
 ) -> list[list[float]]:
-    """Of each row's target tokens, by the (rows, n_vocab) float32 logits at an address; `at` is room for it. Waits."""
+    """Of each row's target tokens, by the (rows, n_vocab) float32 logits at an address; `at` is room for it. Waits.
+
+    `answers`: page-locked memory, which kernels write to. Where it holds all that is found, there is no copy to wait
+    for.
+    """
     n_rows, n_targets, n_parts = len(targets), sum(map(len, targets)), -(-n_vocab // _PART)
     starts = [0]
     for row in targets:
         starts.append(starts[-1] + len(row))
     words = Struct(f"<{len(starts)}i{n_targets}i").pack(*starts, *(token for row in targets for token in row))
     first = at + 8 * n_rows * n_parts
-    out = first + len(words)
+    mail = answers if answers is not None and 4 * n_targets <= answers.size else None
+    out = first + len(words) if mail is None else mail.device_address
     stream.to_device(first, words)
     for name, grid, arguments in (
         ("score_parts", (n_parts, n_rows, 1), [at, logits, n_vocab]),
         ("score_rows", (n_rows, 1, 1), [out, at, n_parts, logits, first, first + 4 * len(starts), n_vocab]),
     ):
         kernels.function(name).prepare(grid, (_THREADS, 1, 1), arguments, stream)()
-    values = Struct(f"<{n_targets}f").unpack(stream.read(out, 4 * n_targets))
+    numbers = Struct(f"<{n_targets}f")
+    if mail is None:
+        values = numbers.unpack(stream.read(out, 4 * n_targets))
+    else:
+        stream.synchronize()
+        values = numbers.unpack_from(mail.view)
     return [list(values[start:stop]) for start, stop in pairwise(starts)]

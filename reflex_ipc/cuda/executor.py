@@ -214,11 +214,12 @@ class CudaExecutor:
     def _forward(self, step: Step, poll: "Poll | None", *, comes_again: bool) -> None:
         """`comes_again`: other steps will have the same shape, so that it is worth a graph."""
         try:
-            # What is queued can't be called back, and queueing takes milliseconds: asking in between costs more than it
-            # saves, but for the first step, which waits for the weights.
-            go_on(poll)
             shape = self._begin(step)
-            if not (comes_again and self._replay(shape)):
+            is_queued = comes_again and self._replay(shape)
+            # What is queued can't be called back, and queueing takes milliseconds: asking in between costs more than it
+            # saves, but for the first step, which waits for the weights. A graph is short, and is not kept waiting.
+            go_on(poll)
+            if not is_queued:
                 for launch in self._launches(shape, self._tracing, poll):
                     launch()
         except (CancelledError, DeadlineError):
@@ -287,7 +288,7 @@ class CudaExecutor:
 
             parents, mask = Struct(f"<{n}i").pack(*step.parents), mask_of(step)
             if p.parents == p.ancestors:
-                inputs += bytes(4 * (p.row_capacity - len(step.rows))) + parents + mask
+                inputs = inputs.ljust(p.ancestors - p.control, b"\0") + parents + mask
             else:
                 self._stream.to_device(p.parents, parents)
                 self._stream.to_device(p.mask, mask)

@@ -72,9 +72,10 @@ class Buffers:
         frequencies = b"".join(Struct(f"<{len(f)}d").pack(*f) for f in doubles.values())
         heads = max((op.n_head for op in self._lowering.latents), default=0)  # that latent attention numbers
         counted = Struct(f"<{heads}f").pack(*range(heads))
-        states = {s.name: 4 * math.prod(s.shape) for s in self._plan.states if not s.per_token}
+        states = {s.name: aligned(4 * math.prod(s.shape)) for s in self._plan.states if not s.per_token}
+        n_recurrent = sum(states.values())
         partial, tickets = aligned(self._lowering.partial_bytes()), self._lowering.ticket_bytes() + 4
-        sizes = [partial, tickets, len(frequencies), len(counted), *(2 * aligned(size) for size in states.values())]
+        sizes = [partial, tickets, len(frequencies), len(counted), 2 * n_recurrent]
         arena = device.arena(sum(map(aligned, sizes)), "partial results and recurrent states")
         p.partial = arena.take(partial, "partial results")
         p.tickets = arena.take(tickets, "counters")
@@ -83,8 +84,11 @@ class Buffers:
         p.heads = arena.take(len(counted), "numbers of heads")
         if counted:
             self._stream.to_device(p.heads, counted)
+        at = arena.take(2 * n_recurrent, "recurrent states")
+        p.recurrent = at, n_recurrent
         for name, size in states.items():
-            p.states[name] = arena.take(2 * aligned(size), name), aligned(size)
+            p.states[name] = at, n_recurrent
+            at += size
         at = arena.take(len(frequencies), "rotary frequencies")
         if frequencies:
             self._stream.to_device(at, frequencies)

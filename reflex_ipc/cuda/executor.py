@@ -195,7 +195,8 @@ class CudaExecutor:
         """Forget the sequence: recurrent states begin anew, the cache is written over."""
         self._n_past = 0
         self._shape = _NOTHING
-        for at, size in self._places.states.values():
+        at, size = self._places.recurrent
+        if size:
             self._stream.fill(at + self._parity * size, 0, size)
 
     def reserve(self, n_tokens: int) -> None:

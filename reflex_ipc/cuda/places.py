@@ -58,6 +58,7 @@ class Places:
         "parents",
         "partial",
         "positions",
+        "recurrent",
         "row_capacity",
         "rows",
         "scratch",
@@ -77,7 +78,7 @@ class Places:
             setattr(self, name, 0)
         self.tables: dict[tuple[Any, ...], int] = {}
         self.frequencies: dict[tuple[Any, ...], int] = {}
-        self.states: dict[str, tuple[int, int]] = {}  # address and bytes of the first of two
+        self.states: dict[str, tuple[int, int]] = {}  # address of the first of two, and how far behind it the other is
 
     values: int  # (columns, token_capacity) float32 in all
     selected: int  # (columns, row_capacity)
@@ -91,6 +92,7 @@ class Places:
     parents: int  # (T) int32, of a tree; then the mask: a row a token of 1 + ceil(T/32) words
     mask: int
     branches: int  # recurrent states behind the tokens of a tree, a layer at a time
+    recurrent: tuple[int, int]  # where the first of all states begin, and their bytes; then come the others
     heads: int  # the numbers 0, 1, 2 ... in float32: heads as if they were experts
     control: int  # its first word is the number of tokens in the cache
     cache: int

@@ -1,21 +1,49 @@
-// Log-probabilities of chosen tokens, one block a row of logits:
+// Log-probabilities of chosen tokens: of rows of logits, in two launches.
 //
 //     out[j] = logits[targets[j]] - ln(sum over t of exp(logits[t]))     for j in [first[row], first[row + 1])
 //
-// logits (rows, n_vocab) float32, contiguous; first (rows + 1) and targets int32; out float32. Block: whole warps. The
-// sum is in float32 per thread, of at most a few hundred terms below 1, then per warp and block.
+// logits (rows, n_vocab) float32, contiguous; first (rows + 1) and targets int32; out float32.
+//
+// A decision has one row or few, and a row by itself would take the time of one multiprocessor's loads. So score_parts
+// has a block for every PART logits of a row, grid (parts, rows), which leaves their peak m and the sum of exp(x - m) in
+// parts (rows, parts); score_rows, a block a row, puts them together. Blocks: SCORE_THREADS. Sums are in float32: of 16
+// terms a thread, then over warp and block, then over parts, always in the same order.
 #include "block.cuh"
 
-extern "C" __global__ void score_rows(float *out, const float *logits, const int *first, const int *targets, int n_vocab) {
+constexpr int SCORE_THREADS = 512, LOADS = 16, PART = SCORE_THREADS * LOADS;
+
+extern "C" __global__ void score_parts(float2 *parts, const float *logits, int n_vocab) {
+    __shared__ float room[WARP];
+    wait_for_predecessor();
+    const float *row = logits + blockIdx.y * (int64_t)n_vocab;
+    float x[LOADS], peak = -INFINITY, sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < LOADS; k++) {
+        int i = blockIdx.x * PART + k * SCORE_THREADS + threadIdx.x;
+        x[k] = i < n_vocab ? row[i] : -INFINITY;
+    }
+#pragma unroll
+    for (int k = 0; k < LOADS; k++) peak = fmaxf(peak, x[k]);
+    peak = block_max(peak, room);
+    __syncthreads();
+    // Nothing but -inf adds nothing: it would be taken from itself.
+    float below = peak == -INFINITY ? 0.0f : peak;
+#pragma unroll
+    for (int k = 0; k < LOADS; k++) sum += expf(x[k] - below);
+    sum = block_sum(sum, room);
+    if (threadIdx.x == 0) parts[blockIdx.y * gridDim.x + blockIdx.x] = make_float2(peak, sum);
+}
+
+extern "C" __global__ void score_rows(float *out, const float2 *parts, int n_parts, const float *logits, const int *first, const int *targets, int n_vocab) {
     __shared__ float room[WARP];
     wait_for_predecessor();
     const float *row = logits + blockIdx.x * (int64_t)n_vocab;
-    float peak = -INFINITY;
-    for (int i = threadIdx.x; i < n_vocab; i += blockDim.x) peak = fmaxf(peak, row[i]);
+    const float2 *own = parts + blockIdx.x * n_parts;
+    float peak = -INFINITY, sum = 0.0f;
+    for (int i = threadIdx.x; i < n_parts; i += blockDim.x) peak = fmaxf(peak, own[i].x);
     peak = block_max(peak, room);
     __syncthreads();
-    float sum = 0.0f;
-    for (int i = threadIdx.x; i < n_vocab; i += blockDim.x) sum += expf(row[i] - peak);
+    for (int i = threadIdx.x; i < n_parts; i += blockDim.x) sum += own[i].y * expf(own[i].x - peak);
     sum = block_sum(sum, room);
     float log_sum = logf(sum);
     for (int j = first[blockIdx.x] + threadIdx.x; j < first[blockIdx.x + 1]; j += blockDim.x)

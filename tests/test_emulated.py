@@ -18,7 +18,7 @@ from reflex_ipc.cuda import experts, families, launch, linear
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.fuse import Group
 from reflex_ipc.cuda.lower import Lowering
-from reflex_ipc.errors import OutOfMemoryError, ReflexError
+from reflex_ipc.errors import CancelledError, DeadlineError, OutOfMemoryError, ReflexError
 from reflex_ipc.gguf import GGUF, TYPES
 from reflex_ipc.ops import Route
 from reflex_ipc.plan import PARENT_NONE, PARENT_STATE, Step
@@ -538,6 +538,25 @@ def test_a_decision_that_comes_again_keeps_its_graph(opened, monkeypatch: pytest
     for n in (3, 4, 5):
         decide(8 * n), decide(8 * n)
     assert graph.is_closed and decide(8) == wanted[0] == decide(8) == decide(8)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "deepseek3"])
+def test_a_decision_that_is_taken_back_leaves_nothing(opened, name: str) -> None:
+    """One whose graph is already under way when it is asked for; the next answers as if there had been none."""
+    executor, _, _ = opened(name)
+
+    def decide(token: int, verdict: str | None = None) -> list[list[float]]:
+        executor.reset()
+        step = Step([token, 5, 6, 7], [0, 1, 2, 2], [-1, 0, 1, 1], [1, 2, 3], 2)
+        return executor.score(step, [[1], [2], [3]], lambda: verdict)
+
+    wanted = [decide(token) for token in (9, 10, 11)][-1]
+    assert executor._step_graphs and wanted != decide(10)
+    for verdict, error in (("cancelled", CancelledError), ("deadline", DeadlineError)):
+        with pytest.raises(error):
+            decide(12, verdict)
+        assert executor.n_past == 0
+        assert decide(11) == wanted
 
 
 @pytest.mark.parametrize("n_granted", [0, 1])

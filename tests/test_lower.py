@@ -197,6 +197,43 @@ def test_no_graph_is_made_before_the_first_token(fake: Fake, kernels, model) -> 
     assert "cuMemcpyDtoHAsync_v2" in names and not [name for name in names if "Graph" in name or "Capture" in name]
 
 
+def decisions(executor: CudaExecutor, n: int = 1) -> None:
+    """Each of 30 fresh tokens and three candidates of two, of which one begins like another."""
+    tree = Step([1] * 32, [*range(30), 30, 30], [*range(-1, 29), 29, 29], [29, 30, 31], 30)
+    for _ in range(n):
+        executor.reset()
+        assert list(map(len, executor.score(tree, [[1, 2], [3], [4, 5]]))) == [2, 1, 2]
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["qwen3", "qwen35", "deepseek3"])
+def test_a_decision_that_comes_again_asks_little_of_the_driver(fake: Fake, kernels, fixtures: Path, name: str) -> None:
+    """All of its input is one copy, and all that comes before the pass but for states that begin anew, with one call;
+    the answer is no copy. The input of a tree too large for that is more."""
+    with GGUF.open(fixtures / "exact" / f"{name}-f16.gguf") as gguf:
+        executor = opened(fake, (gguf, archs.build(gguf)))
+        decisions(executor, 5)
+        before = len(fake.log)
+        decisions(executor)
+        calls = [line.split()[:2] for line in fake.log[before:]]
+        names = [call[0] if call[0] != "cuLaunchKernelEx" else call[1] for call in calls]
+        assert names == [
+            *["cuMemsetD8Async"] * (name == "qwen35"),
+            *("cuMemcpyHtoDAsync_v2", "cuGraphLaunch"),
+            *("cuMemcpyHtoDAsync_v2", "score_parts", "score_rows", "cuStreamSynchronize"),
+        ]
+        executor.score(*big_tree(65))
+        small, large = executor._places.ancestors, executor._places.parents
+        decisions(executor)
+        assert large != small == executor._places.parents
+        executor.close()
+
+
+@needs_kernels
+def test_every_driver_call_of_decisions_failing_in_turn_is_a_typed_error(fake: Fake, kernels, model) -> None:
+    fail_each_call(fake, 5, lambda: opened(fake, model), lambda executor: decisions(executor, 5))
+
+
 @needs_kernels
 def test_layers_wait_for_their_weights_in_order(fake: Fake, kernels, model) -> None:
     executor = opened(fake, model)

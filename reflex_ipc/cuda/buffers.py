@@ -11,7 +11,7 @@ from reflex_ipc.cuda import families, lower
 from reflex_ipc.cuda.driver import gib
 from reflex_ipc.cuda.memory import aligned
 from reflex_ipc.cuda.places import PAGE, CacheLayout
-from reflex_ipc.cuda.room import Room, ancestor_bytes, largest_step, step_limit
+from reflex_ipc.cuda.room import LEAST_TOKENS, Room, ancestor_bytes, largest_step, step_limit
 from reflex_ipc.cuda.sampling import CONTROL
 from reflex_ipc.errors import OutOfMemoryError
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 SLACK, LEAST_SLACK = 1 << 17, 1 << 14
 """Positions beyond the context that have addresses: the branches of a tree lie there while they are computed. The
 second where addresses can't be had without memory."""
-LEAST_TOKENS = 64
-"""Rows there is room for at least; more when a step has more."""
 _ANCESTORS, _BRANCHES = "a tree's ancestors", "a tree's states"
 
 
@@ -74,9 +72,10 @@ class Buffers:
         frequencies = b"".join(Struct(f"<{len(f)}d").pack(*f) for f in doubles.values())
         heads = max((op.n_head for op in self._lowering.latents), default=0)  # that latent attention numbers
         counted = Struct(f"<{heads}f").pack(*range(heads))
-        states = {s.name: 4 * math.prod(s.shape) for s in self._plan.states if not s.per_token}
+        states = {s.name: aligned(4 * math.prod(s.shape)) for s in self._plan.states if not s.per_token}
+        n_recurrent = sum(states.values())
         partial, tickets = aligned(self._lowering.partial_bytes()), self._lowering.ticket_bytes() + 4
-        sizes = [partial, tickets, len(frequencies), len(counted), *(2 * aligned(size) for size in states.values())]
+        sizes = [partial, tickets, len(frequencies), len(counted), 2 * n_recurrent]
         arena = device.arena(sum(map(aligned, sizes)), "partial results and recurrent states")
         p.partial = arena.take(partial, "partial results")
         p.tickets = arena.take(tickets, "counters")
@@ -85,8 +84,11 @@ class Buffers:
         p.heads = arena.take(len(counted), "numbers of heads")
         if counted:
             self._stream.to_device(p.heads, counted)
+        at = arena.take(2 * n_recurrent, "recurrent states")
+        p.recurrent = at, n_recurrent
         for name, size in states.items():
-            p.states[name] = arena.take(2 * aligned(size), name), aligned(size)
+            p.states[name] = at, n_recurrent
+            at += size
         at = arena.take(len(frequencies), "rotary frequencies")
         if frequencies:
             self._stream.to_device(at, frequencies)
@@ -130,6 +132,7 @@ class Buffers:
             p.tokens = p.control + CONTROL.size
             p.positions = p.tokens + 4 * n_tokens
             p.rows = p.positions + 4 * n_tokens
+            p.ancestors = p.rows + 4 * n_rows
             p.values = arena.take(room.values, "activations")
             p.selected = arena.take(room.selected, "logits")
             p.scratch = arena.take(room.scratch, "products")
@@ -139,13 +142,16 @@ class Buffers:
         p.token_capacity, p.row_capacity, p.expanded_capacity = n_tokens, n_rows, n_expanded
 
     def _hold_tree(self, n_tokens: int) -> None:
-        """Room for the ancestors and the states of a tree of so many tokens."""
+        """Room for the ancestors and the states of a tree of so many tokens. Few tokens' ancestors go with the other
+        inputs, in one copy."""
         p = self.places
-        sizes = {_ANCESTORS: ancestor_bytes(n_tokens, p.token_capacity), _BRANCHES: self._branch(n_tokens)}
-        if any(what in self._rooms and self._rooms[what].size < size for what, size in sizes.items()):
+        is_small = n_tokens <= LEAST_TOKENS
+        sizes = {_ANCESTORS: 0 if is_small else ancestor_bytes(n_tokens), _BRANCHES: self._branch(n_tokens)}
+        if any(self._size(what) < size for what, size in sizes.items() if what in self._rooms):
             self._forget()
-        p.parents, p.branches = (self._room(what, size) for what, size in sizes.items())
-        p.mask = p.parents + 4 * p.token_capacity
+        p.branches = self._room(_BRANCHES, sizes[_BRANCHES])
+        p.parents = p.ancestors if is_small else self._room(_ANCESTORS, sizes[_ANCESTORS])
+        p.mask = p.parents + 4 * n_tokens
 
     def _room(self, what: str, size: int) -> int:
         """The address of memory of at least this size: of what there is, or of other memory in its place."""

@@ -5,11 +5,10 @@ is out before anything that only later ones need is made.
 """
 
 import time
-from itertools import pairwise
 from struct import Struct
 
 from reflex_ipc.cuda import lower
-from reflex_ipc.cuda.buffers import LEAST_TOKENS, Buffers
+from reflex_ipc.cuda.buffers import Buffers
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.driver import gib
 from reflex_ipc.cuda.fuse import alone, fused
@@ -17,7 +16,7 @@ from reflex_ipc.cuda.launch import Kernels
 from reflex_ipc.cuda.linear import FEW
 from reflex_ipc.cuda.lower import Lowering
 from reflex_ipc.cuda.places import PAGE, CacheLayout, Columns, Places, Shape
-from reflex_ipc.cuda.room import HEAD_ROWS, working_space
+from reflex_ipc.cuda.room import HEAD_ROWS, LEAST_TOKENS, working_space
 from reflex_ipc.cuda.routed import RoutedFirst
 from reflex_ipc.cuda.sampling import CONTROL, Sampling
 from reflex_ipc.cuda.upload import Upload
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from reflex_ipc.cuda.fuse import Group
     from reflex_ipc.cuda.graph import GraphExec
     from reflex_ipc.cuda.launch import Launch
-    from reflex_ipc.cuda.memory import Memory
+    from reflex_ipc.cuda.memory import Memory, Pinned
     from reflex_ipc.cuda.tracing import Tracing
     from reflex_ipc.errors import Poll
     from reflex_ipc.gguf import GGUF
@@ -54,7 +53,8 @@ if TYPE_CHECKING:
 LONG_STEP = 2048
 """From so many tokens on a step takes a fraction of a second or more, and is queued layer by layer."""
 REPORT_EVERY = 0.05  # seconds
-SCORE_THREADS = 512
+ANSWER_BYTES = 4096
+"""Answers of a decision that its kernel leaves with the host; more are fetched."""
 SHAPES = 16
 """Shapes of steps whose launches are kept, and decisions whose graphs are: those used last."""
 _NOTHING = Shape(0, 0)
@@ -95,6 +95,7 @@ class CudaExecutor:
         self._device: Device | None = None
         self._trace = trace
         self._tracing: Tracing | None = None
+        self._answers: Pinned | None = None
         upload: Upload | None = None
         try:
             lower.check(plan)
@@ -194,7 +195,8 @@ class CudaExecutor:
         """Forget the sequence: recurrent states begin anew, the cache is written over."""
         self._n_past = 0
         self._shape = _NOTHING
-        for at, size in self._places.states.values():
+        at, size = self._places.recurrent
+        if size:
             self._stream.fill(at + self._parity * size, 0, size)
 
     def reserve(self, n_tokens: int) -> None:
@@ -213,11 +215,12 @@ class CudaExecutor:
     def _forward(self, step: Step, poll: "Poll | None", *, comes_again: bool) -> None:
         """`comes_again`: other steps will have the same shape, so that it is worth a graph."""
         try:
-            # What is queued can't be called back, and queueing takes milliseconds: asking in between costs more than it
-            # saves, but for the first step, which waits for the weights.
-            go_on(poll)
             shape = self._begin(step)
-            if not (comes_again and self._replay(shape)):
+            is_queued = comes_again and self._replay(shape)
+            # What is queued can't be called back, and queueing takes milliseconds: asking in between costs more than it
+            # saves, but for the first step, which waits for the weights. A graph is short, and is not kept waiting.
+            go_on(poll)
+            if not is_queued:
                 for launch in self._launches(shape, self._tracing, poll):
                     launch()
         except (CancelledError, DeadlineError):
@@ -279,13 +282,18 @@ class CudaExecutor:
         p = self._places
         n, spare = len(step.tokens), p.token_capacity - len(step.tokens)
         numbers = Struct(f"<{n}i{4 * spare}x{n}i{4 * spare}x{len(step.rows)}i")
-        control = CONTROL.pack(self._n_past, step.n_keep, self._sampling.serial, self._parity)
-        self._stream.to_device(p.control, control + numbers.pack(*step.tokens, *step.positions, *step.rows))
+        inputs = CONTROL.pack(self._n_past, step.n_keep, self._sampling.serial, self._parity)
+        inputs += numbers.pack(*step.tokens, *step.positions, *step.rows)
         if is_tree:
             from reflex_ipc.cuda.steps import mask_of
 
-            self._stream.to_device(p.parents, Struct(f"<{n}i").pack(*step.parents))
-            self._stream.to_device(p.mask, mask_of(step))
+            parents, mask = Struct(f"<{n}i").pack(*step.parents), mask_of(step)
+            if p.parents == p.ancestors:
+                inputs = inputs.ljust(p.ancestors - p.control, b"\0") + parents + mask
+            else:
+                self._stream.to_device(p.parents, parents)
+                self._stream.to_device(p.mask, mask)
+        self._stream.to_device(p.control, inputs)
 
     def _launches(
         self, shape: Shape, tracing: "Tracing | None" = None, poll: "Poll | None" = None
@@ -400,11 +408,15 @@ class CudaExecutor:
     def score(self, step: Step, targets: "Sequence[Sequence[int]]", poll: "Poll | None" = None) -> list[list[float]]:
         """Run a step; the log-probabilities of each row's targets. Logits never leave the device; those of HEAD_ROWS
         rows are held at once."""
-        from reflex_ipc.cuda.steps import rounded
+        from reflex_ipc.cuda.steps import log_probabilities, rounded, score_bytes
 
+        n_vocab = self.plan.n_vocab
         starts = range(0, len(step.rows), HEAD_ROWS)
         n_most = max(sum(map(len, targets[start : start + HEAD_ROWS])) for start in starts)
-        at = self._buffers.hold_scores(4 * (HEAD_ROWS + 1 + 2 * n_most))
+        at = self._buffers.hold_scores(score_bytes(min(HEAD_ROWS, len(step.rows)), n_most, n_vocab))
+        if self._answers is None and self._step_graphs:  # decisions come again: page-locked memory takes milliseconds
+            assert self._device is not None
+            self._answers = self._device.pinned(ANSWER_BYTES, "answers")
         found: list[list[float]] = []
         for start in starts:
             rows = step.rows[start : start + HEAD_ROWS]
@@ -414,7 +426,9 @@ class CudaExecutor:
             else:
                 self._head(len(step.tokens), rows, poll)
             self._shape = Shape(len(step.tokens), len(rows))
-            found += self._log_probabilities(at, targets[start : start + HEAD_ROWS])
+            some = targets[start : start + HEAD_ROWS]
+            logits, answers = self._logits(0), self._answers
+            found += log_probabilities(self._kernels, self._stream, logits, n_vocab, some, at, answers)
         return found
 
     def _head(self, n_tokens: int, rows: "Sequence[int]", poll: "Poll | None") -> None:
@@ -429,21 +443,6 @@ class CudaExecutor:
             if group is not None and group.outputs[0].selected:
                 for launch in launches:
                     launch()
-
-    def _log_probabilities(self, at: int, targets: "Sequence[Sequence[int]]") -> list[list[float]]:
-        """Of each row's target tokens, from the logits that are there; `at` is room for them."""
-        n_targets = sum(map(len, targets))
-        first = [0]
-        for row in targets:
-            first.append(first[-1] + len(row))
-        words = Struct(f"<{len(first)}i{n_targets}i").pack(*first, *(token for row in targets for token in row))
-        out = at + len(words)
-        self._stream.to_device(at, words)
-        arguments = out, self._logits(0), at, at + 4 * len(first), self.plan.n_vocab
-        function = self._kernels.function("score_rows")
-        function.prepare((len(targets), 1, 1), (SCORE_THREADS, 1, 1), arguments, self._stream)()
-        values = Struct(f"<{n_targets}f").unpack(self._stream.read(out, 4 * n_targets))
-        return [list(values[start:stop]) for start, stop in pairwise(first)]
 
     def step_limit(self, n_past: int, n_tokens: int) -> int:
         """How many of `n_tokens` one step behind `n_past` others may have, by free memory and the grids of kernels."""

@@ -209,9 +209,9 @@ def expert_sum(low: "Lowering", op: ops.ExpertSum, shape: "Shape") -> "Iterator[
 
 
 def _step(low: "Lowering", state: str, shape: "Shape") -> bytes:
-    at, size = low.places.states[state]
+    at, distance = low.places.states[state]
     p = low.places
-    return _STEP.pack(p.control, p.parents if shape.is_tree else 0, at, at + size, shape.n_tokens, 0)
+    return _STEP.pack(p.control, p.parents if shape.is_tree else 0, at, at + distance, shape.n_tokens, 0)
 
 
 def conv(low: "Lowering", op: ops.Conv, shape: "Shape") -> "Iterator[Launch]":

@@ -47,6 +47,7 @@ class Places:
     """Addresses on the device of everything that is not a weight."""
 
     __slots__ = (
+        "ancestors",
         "branches",
         "cache",
         "control",
@@ -57,6 +58,7 @@ class Places:
         "parents",
         "partial",
         "positions",
+        "recurrent",
         "row_capacity",
         "rows",
         "scratch",
@@ -76,7 +78,7 @@ class Places:
             setattr(self, name, 0)
         self.tables: dict[tuple[Any, ...], int] = {}
         self.frequencies: dict[tuple[Any, ...], int] = {}
-        self.states: dict[str, tuple[int, int]] = {}  # address and bytes of the first of two
+        self.states: dict[str, tuple[int, int]] = {}  # address of the first of two, and how far behind it the other is
 
     values: int  # (columns, token_capacity) float32 in all
     selected: int  # (columns, row_capacity)
@@ -86,9 +88,11 @@ class Places:
     tokens: int  # (token_capacity) int32, and so positions
     positions: int
     rows: int  # (row_capacity) int32
-    parents: int  # (token_capacity) int32, of a tree; then the mask: a row a token of 1 + ceil(T/32) words
+    ancestors: int  # behind the rows: room for parents and mask of a small tree
+    parents: int  # (T) int32, of a tree; then the mask: a row a token of 1 + ceil(T/32) words
     mask: int
     branches: int  # recurrent states behind the tokens of a tree, a layer at a time
+    recurrent: tuple[int, int]  # where the first of all states begin, and their bytes; then come the others
     heads: int  # the numbers 0, 1, 2 ... in float32: heads as if they were experts
     control: int  # its first word is the number of tokens in the cache
     cache: int

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 HEAD_ROWS = 1024
 """Rows whose logits are held at once when scoring."""
+LEAST_TOKENS = 64
+"""Rows there is room for at least, and tokens whose ancestors lie among a step's inputs; more when a step has more."""
 _GRID = 65535
 """Blocks in a grid's second dimension: a kernel has one a token, or one a tile of an expert's tokens."""
 _NOT_FULL = 4096
@@ -34,7 +36,7 @@ class Room:
             families.scratch_bytes(low.plan, n_tokens, n_expanded),
         )
         self.tables = {key: 4 * rope.n_rot * n_tokens for key, rope in lower.tables_of(low.plan).items()}
-        self.inputs = CONTROL.size + 4 * (2 * n_tokens + n_rows)
+        self.inputs = CONTROL.size + 4 * (2 * n_tokens + n_rows) + ancestor_bytes(LEAST_TOKENS)
 
     @property
     def size(self) -> int:
@@ -54,9 +56,9 @@ def working_space(plan: "Plan", columns: Columns, n_tokens: int, n_positions: in
     return need
 
 
-def ancestor_bytes(n_tokens: int, n_room: int) -> int:
-    """Parents and mask of a tree, where inputs have room for `n_room` tokens."""
-    return 4 * (n_room + n_tokens * (1 + -(-n_tokens // 32)))
+def ancestor_bytes(n_tokens: int) -> int:
+    """Parents and mask of a tree."""
+    return 4 * n_tokens * (2 + -(-n_tokens // 32))
 
 
 def tree_bytes(low: "Lowering", n_past: int, n_backed: int, n_tokens: int) -> int:
@@ -65,7 +67,7 @@ def tree_bytes(low: "Lowering", n_past: int, n_backed: int, n_tokens: int) -> in
     room = Room(low, n_room, min(n_tokens, HEAD_ROWS), low.n_expanded(n_tokens, n_past + n_tokens))
     cache = max(0, low.layout.pages(n_past + n_tokens) - n_backed // PAGE) * low.layout.page_bytes
     branches = families.branch_bytes(low.plan, n_tokens)
-    return room.size + ancestor_bytes(n_tokens, n_room) + branches + cache
+    return room.size + ancestor_bytes(n_tokens) + branches + cache
 
 
 def largest_step(low: "Lowering") -> int:

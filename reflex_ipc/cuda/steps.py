@@ -1,10 +1,22 @@
-"""Steps of scoring: short ones in few shapes, trees with what each token sees."""
+"""Steps of scoring: short ones in few shapes, trees with what each token sees; what logits say of chosen tokens."""
+
+from itertools import pairwise
+from struct import Struct
 
 from reflex_ipc.cuda.linear import FEW
 from reflex_ipc.plan import PARENT_NONE, Step
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reflex_ipc.cuda.device import Stream
+    from reflex_ipc.cuda.launch import Kernels
+    from reflex_ipc.cuda.memory import Pinned
+
 ROUNDED = 8
 """Tokens of a short step that is scored, and rows of it, come in multiples of this."""
+_THREADS, _PART = 512, 8192  # of kernels/score.cu
 
 
 def rounded(step: Step) -> Step:
@@ -37,3 +49,45 @@ def mask_of(step: Step) -> bytearray:
             mask[at] = 1
         mask[at + 4 + i // 8] |= 1 << i % 8
     return mask
+
+
+def score_bytes(n_rows: int, n_targets: int, n_vocab: int) -> int:
+    """The room that `log_probabilities` takes: what parts of rows come to, where rows' targets begin, them, answers."""
+    return 8 * n_rows * -(-n_vocab // _PART) + 4 * (n_rows + 1 + 2 * n_targets)
+
+
+def log_probabilities(
+    kernels: "Kernels",
+    stream: "Stream",
+    logits: int,
+    n_vocab: int,
+    targets: "Sequence[Sequence[int]]",
+    at: int,
+    answers: "Pinned | None" = None,
+) -> list[list[float]]:
+    """Of each row's target tokens, by the (rows, n_vocab) float32 logits at an address; `at` is room for it. Waits.
+
+    `answers`: page-locked memory, which kernels write to. Where it holds all that is found, there is no copy to wait
+    for.
+    """
+    n_rows, n_targets, n_parts = len(targets), sum(map(len, targets)), -(-n_vocab // _PART)
+    starts = [0]
+    for row in targets:
+        starts.append(starts[-1] + len(row))
+    words = Struct(f"<{len(starts)}i{n_targets}i").pack(*starts, *(token for row in targets for token in row))
+    first = at + 8 * n_rows * n_parts
+    mail = answers if answers is not None and 4 * n_targets <= answers.size else None
+    out = first + len(words) if mail is None else mail.device_address
+    stream.to_device(first, words)
+    for name, grid, arguments in (
+        ("score_parts", (n_parts, n_rows, 1), [at, logits, n_vocab]),
+        ("score_rows", (n_rows, 1, 1), [out, at, n_parts, logits, first, first + 4 * len(starts), n_vocab]),
+    ):
+        kernels.function(name).prepare(grid, (_THREADS, 1, 1), arguments, stream)()
+    numbers = Struct(f"<{n_targets}f")
+    if mail is None:
+        values = numbers.unpack(stream.read(out, 4 * n_targets))
+    else:
+        stream.synchronize()
+        values = numbers.unpack_from(mail.view)
+    return [list(values[start:stop]) for start, stop in pairwise(starts)]

@@ -8,12 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from reflex_ipc.cuda import native
 from reflex_ipc.cuda.copiers import MappedCopier
 from reflex_ipc.cuda.device import Device
 from reflex_ipc.cuda.launch import Kernels
+from reflex_ipc.cuda.steps import log_probabilities, score_bytes
 from reflex_ipc.cuda.upload import Upload
 from reflex_ipc.errors import DeviceError, ModelFileError, OutOfMemoryError
 
@@ -108,6 +110,29 @@ def test_pinned_memory_is_written_by_a_kernel(device: Device, kernels: Kernels):
         assert time.monotonic() < deadline
     words.release()
     mailbox.close()
+
+
+@pytest.mark.parametrize("n_rows", [1, 64])
+def test_log_probabilities_of_a_large_vocabulary(device: Device, kernels: Kernels, n_rows: int):
+    """More parts than a model of the fixtures has, against float64; fetched, and left with the host."""
+    n_vocab, random = 151_936, np.random.default_rng(n_rows)
+    logits = random.normal(0, 4, (n_rows, n_vocab)).astype(np.float32)
+    logits[:, n_vocab // 2 :] += 3
+    targets = [random.integers(0, n_vocab, 5).tolist() for _ in range(n_rows)]
+    stream, memory = device.stream(), device.allocate(logits.nbytes, "logits")
+    room = device.allocate(score_bytes(n_rows, 5 * n_rows, n_vocab), "room")
+    answers = device.pinned(4 * 5 * n_rows, "answers")
+    stream.to_device(memory.address, logits.tobytes())
+    wide = logits.astype(np.float64)
+    peak = wide.max(axis=1, keepdims=True)
+    wanted = wide - peak - np.log(np.exp(wide - peak).sum(axis=1, keepdims=True))
+    where = kernels, stream, memory.address, n_vocab, targets, room.address
+    found = log_probabilities(*where)
+    for row, tokens, values in zip(wanted, targets, found, strict=True):
+        assert np.abs(row[tokens] - values).max() <= 1e-5
+    assert log_probabilities(*where, answers) == found
+    for each in (answers, room, memory):
+        each.close()
 
 
 def test_memory_that_does_not_exist(device: Device):

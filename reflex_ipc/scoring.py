@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from reflex_ipc.errors import InvalidRequestError, Watch
+from reflex_ipc.errors import InvalidRequestError, ReflexError, Watch
 from reflex_ipc.healing import NO_NEUTRAL, Split, check_scored
 from reflex_ipc.plan import PREFILL_CHUNK, Step
 from reflex_ipc.scores import NORMALISATIONS, Scored, Scores, scores
@@ -88,7 +88,8 @@ class Scoring:
         self._poll = poll
 
     def run(self) -> Scores:
-        """Raises CancelledError or DeadlineError where `poll` says so."""
+        """Raises CancelledError or DeadlineError where `poll` says so, and ReflexError (internal) where a
+        log-probability is not finite: what would be made of it means nothing."""
         began = time.perf_counter()
         executor, context, tails = self._executor, self._split.context, self._split.tails
         n_step = min(len(context), LONGEST_TOGETHER) + tree_tokens(self._tree, self._neutral)
@@ -111,6 +112,10 @@ class Scoring:
             for row, row_places in zip(executor.score(step, targets, self._poll), places, strict=True):
                 watch()
                 for value, wanted in zip(row, row_places, strict=True):
+                    if not math.isfinite(value):
+                        raise ReflexError(
+                            f"the model produced a log-probability of {value}: broken weights or an overflow"
+                        )
                     for candidate, at, is_neutral in wanted:
                         item = found[candidate]
                         (item.neutral if is_neutral and item.neutral is not None else item.logprobs)[at] = value

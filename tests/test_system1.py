@@ -1,11 +1,14 @@
 """`reflex system1` as a process: what it prints, and the exit code a script branches on."""
 
 import json
+import math
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from gguf import GGUFReader
 
 from tests.wire import ROOT, on_a_terminal
 
@@ -33,6 +36,17 @@ def test_lines_for_a_pipe(smollm2: Path) -> None:
     rows = [line.split("\t") for line in result.stdout.decode().splitlines()]
     assert [row[4] for row in rows] == [" Paris", " London", " Berlin"]
     assert sum(float(row[0]) for row in rows) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_broken_weights_are_an_error(smollm2: Path, tmp_path: Path) -> None:
+    model = GGUFReader(smollm2)
+    (norm,) = (tensor for tensor in model.tensors if tensor.name == "output_norm.weight")
+    content = bytearray(smollm2.read_bytes())
+    content[norm.data_offset : norm.data_offset + 4] = struct.pack("<f", math.nan)
+    (broken := tmp_path / "broken.gguf").write_bytes(content)
+    result = system1(broken, *CAPITALS)
+    assert (result.returncode, result.stdout) == (1, b"")
+    assert b"the model produced a log-probability of nan" in result.stderr
 
 
 def test_json_has_the_raw_numbers(smollm2: Path) -> None:

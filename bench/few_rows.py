@@ -5,8 +5,7 @@
 
 Up to 64 rows three ways: `old` is matmul.cuh, where each warp reads x itself, 8 or 16 rows a block, `new` few.cuh, and
 `gemm` weights widened to halves and one plain product. Above, `new` in each of its widths, and `gemm`. Of 8 and 16 rows
-`old`, which is what the product takes there, and for k-quants `new`, which it could take. Times are of the products
-alone: x is halves already.
+`old`, and for k-quants `new` with room for 16. Times are of the products alone: x is halves already.
 One launch of a graph multiplies with many matrices in turn, more than the second-level cache holds, each product
 dependent on the one before. The sweep runs `new` in every shape it can have, next to the one that cuda/few.py chooses.
 Kernels are compiled here.
@@ -83,7 +82,7 @@ def kernels(types: Sequence[str], work: Path, target: str) -> str:
         name = kind.lower()
         old = "".join(f"REFLEX_MATMUL(old_{name}_{w}, {kind}, {w})\n" for w in OLD_WIDTHS)
         made = {f"old_{name}": f'#include "matmul.cuh"\n{old}REFLEX_WIDEN(widen_{name}, {kind})\n'}
-        for w in WIDTHS if kind in WHOLE else WIDTHS[WIDTHS.index(ALONE) + 1 :]:
+        for w in WIDTHS[WIDTHS.index(ALONE) + (kind not in WHOLE) :]:
             made[f"few_{name}_{w}"] = f'#include "few.cuh"\nREFLEX_FEW(few_{name}_{w}, {kind}, {w})\n'
         for stem, text in made.items():
             (sources / f"{stem}.cu").write_text(text)
@@ -272,7 +271,7 @@ def ways_of(kind: str, m: int) -> dict[str, Way]:
         return {f"new {width}": New(width) for width in (32, 40, 64)} | {"gemm": Gemm()}
     if m > ALONE:
         return WAYS
-    return {"old": Old()} | ({"new": New(m)} if kind in WHOLE else {})
+    return {"old": Old()} | ({"new": New(ALONE)} if kind in WHOLE else {})
 
 
 def shapes(limits: Limits, kind: str, width: int, product: Product) -> Iterator[FewShape]:
@@ -332,7 +331,8 @@ def main() -> int:
         for product in PRODUCTS:
             if kind == "Q8_0" and product.model == "8B":
                 continue
-            for m in (*(given.less if kind in WHOLE else ()), *(SWEPT if kind != "Q6_K" else (40,))):
+            less = [m for m in given.less if m == ALONE and kind in WHOLE]
+            for m in (*less, *(SWEPT if kind != "Q6_K" else (40,))):
                 of = product.rows[:1] if product.swiglu else product.rows
                 chosen = few_shape(bench.limits, kind, m, m, product.n_in, of, product.swiglu)
                 found = []

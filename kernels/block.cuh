@@ -1,28 +1,14 @@
-// What the row kernels share: sums and maxima over a warp or a block, launch order, power-of-two scales.
+// What the row kernels share: sums and maxima over a warp or a block, power-of-two scales.
 //
-// Every kernel begins with wait_for_predecessor() and may therefore be launched while its predecessor still runs
-// (programmatic dependent launch). Sums have one fixed order: the same input gives the same bits.
+// Sums have one fixed order: the same input gives the same bits.
 #pragma once
 
 #include <cuda_fp16.h>
 #include <stdint.h>
 
+#include "dependent.cuh"
+
 constexpr int WARP = 32;
-
-// The successor may be scheduled now, for it waits itself.
-__device__ __forceinline__ void let_successor_start() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-// And from here on the predecessor's results are complete.
-__device__ __forceinline__ void wait_for_predecessor() {
-    let_successor_start();
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 // Fetch what lies at an address of global memory into the second-level cache.
 __device__ __forceinline__ void prefetch(const void *p) {

@@ -126,6 +126,7 @@ __device__ __forceinline__ void delta_rule(const Delta &a) {
         f.keys[token][at] = f.queries[token][at] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
     __syncthreads();
+    let_successor_start();
     wait_for_predecessor();
     float2 alpha_beta = fetches[0].fill(a, 0, from, head);
     float dt = a.dt[head], rate = a.decay[head];

@@ -109,6 +109,7 @@ __device__ __forceinline__ void delta_prepare_chunk(const Delta &a) {
     int chunk = blockIdx.x, head = blockIdx.y, first = chunk * CHUNK, n = min(CHUNK, a.s.n_tokens - first);
     int thread = threadIdx.x, warp = thread / WARP, lane = thread % WARP, row = lane / 4, pair = lane % 4 * 2;
     Prepared to(a, head);
+    let_successor_start();
     wait_for_predecessor();
     for (int i = thread; i < 2 * CHUNK * PIECES; i += THREADS) {
         int which = i / (CHUNK * PIECES), token = i / PIECES % CHUNK, at = i % PIECES * 8;
@@ -268,6 +269,7 @@ __device__ __forceinline__ void multiply_chunks(const Delta &a, ChunkMemory &mem
     int column = blockIdx.y * COLUMNS + here;
     Prepared from(a, head);
     ChunkFetcher fetcher(a, from, head);
+    let_successor_start();
     wait_for_predecessor();
     fetcher.next(memory.fetches[0]);
 

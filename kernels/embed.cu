@@ -41,6 +41,7 @@ __device__ __forceinline__ void blocks(float *out, const uint8_t *row, int width
 #define EMBED(TYPE, ROW)                                                                                                 \
     extern "C" __global__ void embed_##TYPE(float *out, const uint8_t *weight, const int *tokens, int width,             \
                                             int row_bytes, int64_t matrix_bytes) {                                       \
+        let_successor_start();                                                                                           \
         wait_for_predecessor();                                                                                          \
         int64_t row = tokens ? tokens[blockIdx.y] : blockIdx.y, to = blockIdx.z * (int64_t)gridDim.y + blockIdx.y;       \
         ROW(out + to * width, weight + blockIdx.z * matrix_bytes + row * row_bytes, width);                              \

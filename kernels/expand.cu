@@ -23,6 +23,7 @@ struct Halve {
 // k a multiple of 8. Grid (ceil(n / 32), matrices), 256 threads.
 extern "C" __global__ void __launch_bounds__(256) halve(const __grid_constant__ Halve a) {
     __shared__ float tile[32][33];
+    let_successor_start();
     wait_for_predecessor();
     int first = blockIdx.x * 32, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int r = threadIdx.x / 8, c = threadIdx.x % 8 * 4;  // a thread has four numbers of a row of the tile
@@ -87,6 +88,7 @@ constexpr int COPIES = (ROWS + COLUMNS) * (STEP / 8) / THREADS;  // of a thread 
 // THREADS threads: a warp has 64 x 32 of the tile. Shared: STAGES stages.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) expand(const __grid_constant__ Expand a) {
     extern __shared__ int4 memory[];
+    let_successor_start();
     wait_for_predecessor();
     int start = blockIdx.x * ROWS, end = *a.past + a.n_tokens, head = blockIdx.y;
     if (start >= end) return;

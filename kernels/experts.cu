@@ -43,6 +43,7 @@ __device__ __forceinline__ int highest(const float *x, int n) {
 extern "C" __global__ void route(const __grid_constant__ Route a) {
     extern __shared__ int4 memory[];
     float *p = (float *)memory, *selection = p + a.n_expert, *groups = selection + a.n_expert;
+    let_successor_start();
     wait_for_predecessor();
     const float *logits = a.logits + blockIdx.x * (int64_t)a.n_expert;
     float largest = -CUDART_INF_F, sum = 0.0f;
@@ -116,6 +117,7 @@ extern "C" __global__ void __launch_bounds__(1024) group_experts(const __grid_co
     int *counts = (int *)memory, *next = counts + a.n_expert;
     for (int e = threadIdx.x; e < a.n_expert; e += blockDim.x) counts[e] = 0;
     __syncthreads();
+    let_successor_start();
     wait_for_predecessor();
     auto expert_of = [&](int slot) {
         int id = int(a.ids[slot / a.n_used * (int64_t)a.stride + slot % a.n_used]);
@@ -152,6 +154,7 @@ extern "C" __global__ void __launch_bounds__(1024) group_experts(const __grid_co
 
 // out (T, width) = sum over a token's experts of weight_k x_k; x (T, n_used * width), routes (T, 2 n_used). Any grid.
 extern "C" __global__ void expert_sum(float *out, const float *x, const float *routes, int64_t n, int width, int n_used) {
+    let_successor_start();
     wait_for_predecessor();
     for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
         int64_t token = i / width;

@@ -22,6 +22,13 @@
   REFLEX_MATMUL(mma_##NAME##_8, FORMAT, 8)   \
   REFLEX_FEW(few_##NAME##_64, FORMAT, 64)
 
+// Of k-quants where four warps multiply together: up to 16 rows too.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
+#define REFLEX_FEW_TOGETHER(NAME, FORMAT) REFLEX_FEW(few_##NAME##_16, FORMAT, 16)
+#else
+#define REFLEX_FEW_TOGETHER(NAME, FORMAT)
+#endif
+
 // Of the types that most models are made of.
 #define REFLEX_FEW_WIDTHS(NAME, FORMAT)   \
   REFLEX_FEW(few_##NAME##_32, FORMAT, 32) \

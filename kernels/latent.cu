@@ -16,6 +16,7 @@ constexpr float LOG2_E = 1.4426950408889634f;
 
 // x (T, width) into the cache behind `past`. One warp a token, one block.
 extern "C" __global__ void store_latent(const __grid_constant__ Cache cache, const float *x, const int *past) {
+    let_successor_start();
     wait_for_predecessor();
     int position = *past + blockIdx.x;
     store_row(cache.key(position, 0), cache.key_scale(position, 0), x + blockIdx.x * (int64_t)cache.d, cache.d);
@@ -33,6 +34,7 @@ struct Absorb {
 // thread a column, its sums in order. Grid (rank over threads, n_head, T over TILE).
 extern "C" __global__ void absorb(const __grid_constant__ Absorb a) {
     __shared__ float query[SLICE][TILE];
+    let_successor_start();
     wait_for_predecessor();
     int column = blockIdx.x * blockDim.x + threadIdx.x, head = blockIdx.y, first = blockIdx.z * TILE;
     const float *k_b = a.k_b + head * (int64_t)a.d_nope * a.rank + column;
@@ -99,6 +101,7 @@ __device__ __forceinline__ void attend(const Latent &a) {
     extern __shared__ int4 memory[];
     __shared__ float scores[PAGE][HEADS], shrinks[HEADS], inverses[HEADS];
     float *query = (float *)memory;  // (d, HEADS)
+    let_successor_start();
     wait_for_predecessor();
     int first_head = blockIdx.x * HEADS, n_heads = min(HEADS, a.n_head - first_head), token = blockIdx.y;
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, d = a.cache.d;

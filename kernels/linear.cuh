@@ -2,6 +2,7 @@
 // reflex_ipc/cuda), formats whose weights are floats already, and small device helpers.
 #pragma once
 
+#include "dependent.cuh"
 #include "dequant.cuh"
 
 namespace reflex {
@@ -84,22 +85,6 @@ __device__ __forceinline__ void load_floats(Bytes p, int left, bool aligned, Wor
       if (2 * i + 1 < left) out.w[i] |= load16(p + (4 * i + 2)) << 16;
     }
   }
-}
-
-// --- dependent launches --------------------------------------------------------------------------------------------
-
-// The predecessor's results are complete and visible. Every kernel calls it before it reads an activation or writes.
-__device__ __forceinline__ void wait_for_predecessor() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// The successor may be scheduled; it waits itself.
-__device__ __forceinline__ void let_successor_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
 }
 
 // --- arithmetic ----------------------------------------------------------------------------------------------------

@@ -2,4 +2,5 @@
 #include "formats.cuh"
 
 REFLEX_FORMAT(q6_k, Q6_K)
+REFLEX_FEW_TOGETHER(q6_k, Q6_K)
 REFLEX_FEW_WIDTHS(q6_k, Q6_K)

@@ -56,14 +56,6 @@ __device__ __forceinline__ uint64_t group_operand(uint32_t address, uint32_t lea
 #define REFLEX_FOUR(J) "+f"(c[J][0]), "+f"(c[J][1]), "+f"(c[J][2]), "+f"(c[J][3])
 #define REFLEX_REST \
   "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((uint32_t)is_first) : "memory"
-__device__ __forceinline__ void group_multiply(float (&c)[1][4], const uint32_t (&a)[4], uint64_t b,
-                                               bool is_first) {
-  asm volatile(
-      "{\n.reg .pred more;\nsetp.eq.u32 more, %9, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0,%1,%2,%3}, {%4,%5,%6,%7}, %8, more, 1, 1, 0;\n}"
-      : REFLEX_FOUR(0)
-      : REFLEX_REST);
-}
 __device__ __forceinline__ void group_multiply(float (&c)[2][4], const uint32_t (&a)[4], uint64_t b,
                                                bool is_first) {
   asm volatile(

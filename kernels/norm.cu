@@ -15,6 +15,7 @@ __device__ __forceinline__ float sum_of_squares(const float *x, int width, float
 
 extern "C" __global__ void rms_norm(float *out, const float *x, const float *weight, int width, float eps) {
     __shared__ float room[WARP];
+    let_successor_start();
     wait_for_predecessor();
     x += blockIdx.x * (int64_t)width;
     out += blockIdx.x * (int64_t)width;
@@ -24,6 +25,7 @@ extern "C" __global__ void rms_norm(float *out, const float *x, const float *wei
 
 extern "C" __global__ void l2_norm(float *out, const float *x, int width, float eps) {
     __shared__ float room[WARP];
+    let_successor_start();
     wait_for_predecessor();
     x += blockIdx.x * (int64_t)width;
     out += blockIdx.x * (int64_t)width;

@@ -5,6 +5,7 @@
 // out (T, width): grid (channels, T), a thread a channel.
 extern "C" __global__ void conv(const __grid_constant__ Step s, float *out, const float *x, const float *taps, int width,
                                 int kernel) {
+    let_successor_start();
     wait_for_predecessor();
     int channel = blockIdx.x * blockDim.x + threadIdx.x, token = blockIdx.y;
     if (channel >= width) return;
@@ -17,6 +18,7 @@ extern "C" __global__ void conv(const __grid_constant__ Step s, float *out, cons
 extern "C" __global__ void __launch_bounds__(256) conv_heads(const __grid_constant__ Step s, float *out, const float *x,
                                                              const float *taps, int width, int kernel, int d, int normal,
                                                              float eps) {
+    let_successor_start();
     wait_for_predecessor();
     int lane = threadIdx.x % WARP, token = blockIdx.x * 8 + threadIdx.x / WARP, head = blockIdx.y;
     if (token >= s.n_tokens) return;
@@ -39,6 +41,7 @@ extern "C" __global__ void __launch_bounds__(256) conv_heads(const __grid_consta
 // out = x / sqrt(mean(x^2) + eps) * weight * silu(gate) over rows of d numbers; a warp a row, 8 warps a block.
 extern "C" __global__ void __launch_bounds__(256) norm_gate(float *out, const float *x, const float *gate,
                                                             const float *weight, int rows, int d, float eps) {
+    let_successor_start();
     wait_for_predecessor();
     int lane = threadIdx.x % WARP, row = blockIdx.x * 8 + threadIdx.x / WARP;
     if (row >= rows) return;
@@ -102,6 +105,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) delta_token(const __grid_co
     // cache, where the true one would be looked for.
     const float *hint = a.rule.states[__ldcg(a.rule.control + 3) & 1] + first;
     for (int i = threadIdx.x * WARP; i < d * d; i += blockDim.x * WARP) prefetch(hint + i);
+    let_successor_start();
     wait_for_predecessor();
 
     bool there = lane * 4 < d;

@@ -142,6 +142,7 @@ constexpr int NO_ID = 0x7fffffff;
 extern "C" __global__ void __launch_bounds__(BLOCK) sample_peak(const __grid_constant__ Sample a) {
     __shared__ float room[WARP];
     __shared__ int is_last;
+    let_successor_start();
     wait_for_predecessor();
     int share = (a.n + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share, end = min(a.n, begin + share);
     float peak = -CUDART_INF_F, sum = 0.0f;
@@ -186,12 +187,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK) sample_peak(const __grid_con
 // --- biases and penalties ---------------------------------------------------------------------------------------------
 
 extern "C" __global__ void sample_copy(float *adjusted, const float *logits, int n) {
+    let_successor_start();
     wait_for_predecessor();
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) adjusted[i] = logits[i];
 }
 
 extern "C" __global__ void sample_adjust(float *adjusted, const float *logits, const Change *changes,
                                          const Settings *settings) {
+    let_successor_start();
     wait_for_predecessor();
     const Settings &s = *settings;
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < s.n_changes; i += gridDim.x * blockDim.x) {
@@ -331,6 +334,7 @@ __device__ uint64_t block_scan(Shared &s, uint64_t x, uint64_t &before) {
 // Grid: one block.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1) sample_choose(const __grid_constant__ Sample a) {
     __shared__ Shared s;
+    let_successor_start();
     wait_for_predecessor();
     const Settings &settings = *a.settings;
     const float *x = a.adjusted;

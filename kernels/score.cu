@@ -14,6 +14,7 @@ constexpr int SCORE_THREADS = 512, LOADS = 16, PART = SCORE_THREADS * LOADS;
 
 extern "C" __global__ void score_parts(float2 *parts, const float *logits, int n_vocab) {
     __shared__ float room[WARP];
+    let_successor_start();
     wait_for_predecessor();
     const float *row = logits + blockIdx.y * (int64_t)n_vocab;
     float x[LOADS], peak = -INFINITY, sum = 0.0f;
@@ -36,6 +37,7 @@ extern "C" __global__ void score_parts(float2 *parts, const float *logits, int n
 
 extern "C" __global__ void score_rows(float *out, const float2 *parts, int n_parts, const float *logits, const int *first, const int *targets, int n_vocab) {
     __shared__ float room[WARP];
+    let_successor_start();
     wait_for_predecessor();
     const float *row = logits + blockIdx.x * (int64_t)n_vocab;
     const float2 *own = parts + blockIdx.x * n_parts;

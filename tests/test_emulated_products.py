@@ -207,6 +207,23 @@ def test_few_rows(run_few, case, swiglu):
     assert [out.tobytes() for out in outs] == first
 
 
+@pytest.mark.parametrize("m", [9, 16])
+@pytest.mark.parametrize("name", formats.WHOLE)
+def test_up_to_16_rows(run_few, name, m):
+    rng = np.random.default_rng([m, *name.encode()])
+    n_out, n_in = 150, 1024
+    raw, w = weight(name, n_out, n_in, rng)
+    at, x, out = room(raw), room(rows(m, n_in, rng), np.float32), room(np.full((m, n_out), np.nan, np.float32))
+    matrix = [Matrix(name, at.ctypes.data, n_out, out.ctypes.data, n_out)]
+    scratch = room(np.full(linear.scratch_bytes(m, n_in, matrix), 0xFF, np.uint8))
+    limits = LIMITS._replace(cluster=run_few.cluster)
+    names = run_few(linear.linear(limits, Input(x.ctypes.data, m, n_in, n_in), matrix, scratch.ctypes.data))
+    assert names[1] == f"{'few' if run_few.cluster > 1 else 'mma'}_{name.lower()}_16"
+    x = x.reshape(m, n_in).astype(np.float64)
+    got = out.view(np.float32).reshape(m, -1)
+    assert error(got, x @ w.T, np.sqrt((x * x) @ (w * w).T)) < 9e-4
+
+
 @pytest.mark.parametrize("name", formats.WHOLE)
 def test_weights_of_whole_numbers_lose_nothing(run_few, name):
     """All that a product of k-quants loses is what x loses as halves, also where minima are most of the sum."""

@@ -97,7 +97,8 @@ PAIRS = (
 WIDTHS = (8, 16, 32, 40, 64)
 """Rows of x that a block multiplies where weights are dequantised on the way."""
 ALONE = 16
-"""Widths up to this one are of `matmul.cuh`, where each warp reads x itself; wider ones are of `few.cuh`."""
+"""Widths up to this one are of `matmul.cuh`, where each warp reads x itself; wider ones are of `few.cuh`, and on sm_90a
+this one of k-quants too."""
 COMMON = ("F16", "BF16", "Q4_0", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 """What most models are made of."""
 RARE = ("NVFP4", "Q1_0", "Q2_0", "TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")

@@ -8,7 +8,7 @@ Here is what a short prompt needs; `few`, `gemm` and `experts` are imported by w
 from collections.abc import Iterator, Sequence
 from struct import Struct
 
-from reflex_ipc.cuda.formats import ALONE, FLOATS, FORMATS, PAIRS, RARE, WIDTHS, widths
+from reflex_ipc.cuda.formats import ALONE, FLOATS, FORMATS, PAIRS, RARE, WHOLE, WIDTHS, widths
 from reflex_ipc.cuda.memory import aligned
 from reflex_ipc.cuda.products import (
     GEMM,
@@ -39,6 +39,7 @@ _PARTIALS = 1152  # bytes of shared memory that matvec needs beside x and its ri
 _STAGES = 2  # of a ring of matvec at most
 _PER_MULTIPROCESSOR = 2  # blocks of matvec at a time
 _FLOAT_TILE = 64  # of gemm_float
+_LARGE = 1 << 28  # weights: an output
 
 _MATVEC = Struct("<3Q7if7i4x")
 _MATMUL = Struct("<2Q6i")
@@ -68,7 +69,7 @@ def scratch_bytes(n: int, width: int, matrices: Sequence[Matrix], swiglu: bool =
             need = max(need, room.widened_scale + 4 * rows)
         if n > 1 and matrix.type != "F32" and not exact:
             rows = aligned(min(n, FEW), WIDTHS[-1] if n > ALONE else ALONE)
-            need = max(need, Scratch(0, rows, width).widened)
+            need = max(need, Scratch(0, rows, width).widened, Pages(0, rows, width).sums)
             if n > ALONE:
                 sums = sums_bytes(min(n, FEW), sum(m.n_out for m in matrices))
                 need = max(need, Pages(0, rows, width).sums + sums)
@@ -235,8 +236,20 @@ def _lanes(tiles: Sequence[tuple[int, int]], n_pieces: int, least: int, capacity
 # --- more rows --------------------------------------------------------------------------------------------------------
 
 
+def _are_shared(limits: Limits, x: Input, matrices: Sequence[Matrix]) -> bool:
+    """Do up to `ALONE` rows go through `few.cuh` too? With k-quants, where clusters say that four warps multiply
+    together: more than 8 rows, and fewer that meet a large matrix."""
+    if limits.cluster == 1 or any(m.type not in WHOLE for m in matrices):
+        return False
+    return x.n > WIDTHS[0] or x.width * sum(m.n_out for m in matrices) >= _LARGE
+
+
 def _matmul(limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: int, swiglu: bool) -> list[Call]:
     kinds = list(dict.fromkeys(m.type for m in matrices))
+    if x.n <= ALONE and _are_shared(limits, x, matrices):
+        from reflex_ipc.cuda.few import few
+
+        return few(limits, x, matrices, scratch, swiglu, ALONE)
     if x.n <= ALONE:
         width = next(w for w in WIDTHS if w >= x.n and all(w in widths(kind) for kind in kinds))
     else:

@@ -272,7 +272,7 @@ __device__ __forceinline__ void few(const FewArgs& args) {
     }
   }
 
-  let_successor_start();  // not earlier: its blocks, and those that it lets start in turn, would be in the way
+  let_successor_start();  // not earlier: the successor's blocks, and those that it lets start, would be in the way
 
   // Through shared memory, so that rows are written side by side; no two accumulators of a warp fall into one bank. Not
   // where the barriers are: those of blocks in clusters change once more when everything they waited for is there.

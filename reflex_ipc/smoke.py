@@ -1,6 +1,7 @@
 """`reflex smoke`: does this device run the kernels, and run them right? No model, nothing but the standard library.
 
-Every family of kernels gets a small input, and what it leaves is compared with what Python makes of it in float64.
+The families of kernels that a dense model generates with get a small input each, and what they leave is compared with
+what Python makes of it in float64.
 """
 
 import math

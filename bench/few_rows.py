@@ -1,10 +1,10 @@
-"""What a product of 17 to 128 rows costs, on this device: every linear of a layer, and whether it is right.
+"""What a product of 8 to 128 rows costs, on this device: every linear of a layer, and whether it is right.
 
     python bench/few_rows.py OUT                 in about 150 seconds: OUT/few_rows.json, short tables last
     python bench/few_rows.py OUT --types Q4_K --counts 8 40 --no-sweep
 
 Up to 64 rows three ways: `old` is matmul.cuh, where each warp reads x itself, 8 or 16 rows a block, `new` few.cuh, and
-`gemm` weights widened to halves and one plain product. Above, `new` in each of its widths, and `gemm`. Of 8 and 16 rows
+`gemm` weights widened to halves and one plain product. Above, `new` in widths from 32 on, and `gemm`. Of 8 and 16 rows
 `old`, and for k-quants `new` with room for 16. Times are of the products alone: x is halves already.
 One launch of a graph multiplies with many matrices in turn, more than the second-level cache holds, each product
 dependent on the one before. The sweep runs `new` in every shape it can have, next to the one that cuda/few.py chooses.
@@ -82,7 +82,7 @@ def kernels(types: Sequence[str], work: Path, target: str) -> str:
         name = kind.lower()
         old = "".join(f"REFLEX_MATMUL(old_{name}_{w}, {kind}, {w})\n" for w in OLD_WIDTHS)
         made = {f"old_{name}": f'#include "matmul.cuh"\n{old}REFLEX_WIDEN(widen_{name}, {kind})\n'}
-        for w in WIDTHS[WIDTHS.index(ALONE) + (kind not in WHOLE) :]:
+        for w in [w for w in WIDTHS if w > ALONE or (w == ALONE and kind in WHOLE)]:
             made[f"few_{name}_{w}"] = f'#include "few.cuh"\nREFLEX_FEW(few_{name}_{w}, {kind}, {w})\n'
         for stem, text in made.items():
             (sources / f"{stem}.cu").write_text(text)

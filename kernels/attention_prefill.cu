@@ -100,7 +100,7 @@ __device__ __forceinline__ void attend(const Prefill &a) {
     constexpr int WARPS = ROWS / 16, THREADS = WARPS * WARP;
     extern __shared__ int4 memory[];
     auto &s = *(Tiles<KEYS, VALUES, ROWS, COLUMNS> *)memory;
-    wait_for_predecessor();  // and no successor before the end: docs/decisions.md
+    wait_for_predecessor();  // its successor starts when it ends: docs/decisions.md
     const Cache &c = a.cache;
     int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, kv = blockIdx.y, group = a.n_head / c.n_head_kv;
     int row0 = blockIdx.x * ROWS, n_rows = a.n_tokens * group, past = *a.past;

@@ -272,10 +272,10 @@ __device__ __forceinline__ void few(const FewArgs& args) {
     }
   }
 
-  let_successor_start();  // not earlier: its blocks, and those that it lets start in turn, would be in the way
+  let_successor_start();  // not earlier: the successor's blocks, and those that it lets start, would be in the way
 
   // Through shared memory, so that rows are written side by side; no two accumulators of a warp fall into one bank. Not
-  // where the barriers are: those of blocks in clusters change once more when everything they waited for is there.
+  // where the barriers are: a device may write to these until the block ends (docs/decisions.md).
   constexpr int stride = 20;
   float* const all = reinterpret_cast<float*>(shared + few_barriers);
   float* mine = all + warp * N * stride;

@@ -22,7 +22,7 @@
   REFLEX_MATMUL(mma_##NAME##_8, FORMAT, 8)   \
   REFLEX_FEW(few_##NAME##_64, FORMAT, 64)
 
-// Of k-quants where four warps multiply together: up to 16 rows too.
+// Of k-quants where four warps multiply together (`has_groups` of mma.cuh): up to 16 rows too.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #define REFLEX_FEW_TOGETHER(NAME, FORMAT) REFLEX_FEW(few_##NAME##_16, FORMAT, 16)
 #else

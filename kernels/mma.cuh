@@ -35,7 +35,7 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
 // c (+)= A B for 64 rows of A, 16 of each warp, which holds them as for `mma`, and N columns of B in shared memory: half
 // k of column n is half k % 8 of the 16 bytes at address + k / 8 * leading + 16 n, b = group_operand(address, leading),
 // and b + i is 16 i bytes on. c is as for `mma`, 8 columns an element. Nothing is there before `group_wait`, and until
-// then the registers of A stay what they are. N = 8 and 16 are for bench/few_rows.py.
+// then the registers of A stay what they are. N is 16, 32, 40 or 64.
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr bool has_groups = true;

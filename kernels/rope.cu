@@ -1,4 +1,5 @@
-// Rotary positions, and everything else that q, k and v go through before attention (heads.cuh).
+// Rotary positions, and everything else that q, k and v go through before attention (heads.cuh). Their successors start when
+// they end: docs/decisions.md.
 #include "heads.cuh"
 
 constexpr int HEADS_A_BLOCK = 4;

@@ -4,7 +4,7 @@
 //
 // logits (rows, n_vocab) float32, contiguous; first (rows + 1) and targets int32; out float32.
 //
-// A decision has one row or few, and a row by itself would take the time of one multiprocessor's loads. So score_parts
+// A decision has one row or few, and with a block a row the loads of as few multiprocessors would be all. So score_parts
 // has a block for every PART logits of a row, grid (parts, rows), which leaves their peak m and the sum of exp(x - m) in
 // parts (rows, parts); score_rows, a block a row, puts them together. Blocks: SCORE_THREADS. Sums are in float32: of 16
 // terms a thread, then over warp and block, then over parts, always in the same order.

@@ -38,8 +38,8 @@ LAST_WORDS_S = 1.0
 """How long a reader may take nothing of what is being written when the process was told to end."""
 LOADING_EVERY_S = 0.1
 ATTENTIVE_S = 0.001
-"""So long after something happened the next line is looked for without sleeping: who asks one question after another
-asks the next at once, and a process that has to be woken answers some 20 us later."""
+"""So long after something happened the next line is looked for again and again, and only then slept for: who asks one
+question after another asks the next one by then, and a process that has to be woken answers some 20 us later."""
 ACCEPT_AGAIN_S = 1.0
 """How long no connection is accepted after one could not be, unless one closes before."""
 

@@ -1,7 +1,7 @@
 """Scoring: how likely a model holds each of some continuations, in one forward pass. docs/scoring.md defines it.
 
-In order: `check` looks at the request, `healing` makes tokens of the texts and says from where on they are scored,
-`Scoring` runs the steps that `tree` makes of them, `scores` makes the numbers.
+In order, as `Engine.scoring` has it: `check` looks at the request, `healing` makes tokens of the texts and says from
+where on they are scored, `Scoring` runs the steps that `tree` makes of them, `scores` makes the numbers.
 """
 
 import math

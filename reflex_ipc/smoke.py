@@ -1,6 +1,7 @@
 """`reflex smoke`: does this device run the kernels, and run them right? No model, nothing but the standard library.
 
-Every family of kernels gets a small input, and what it leaves is compared with what Python makes of it in float64.
+The families of kernels that a dense model generates and scores with get a small input each, and what they leave is
+compared with what Python makes of it in float64.
 """
 
 import math
@@ -14,6 +15,7 @@ from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.launch import Kernels
 from reflex_ipc.cuda.places import PAGE, Places
 from reflex_ipc.cuda.sampling import CONTROL, Sampling
+from reflex_ipc.cuda.steps import log_probabilities, score_bytes
 from reflex_ipc.errors import CheckFailedError
 from reflex_ipc.sampler import Sampler
 from reflex_ipc.sampler import Sampling as Settings
@@ -279,6 +281,16 @@ def _sampling(bench: Bench) -> "Iterator[Outcome]":
             yield [ranked.index(sampled.id) < 50], [True], 0.0
 
 
+def _log_probabilities(bench: Bench) -> "Iterator[Outcome]":
+    n, targets = 9000, [[3, 8999, 20], [], [0]]
+    logits = [8 * x for x in _numbers(len(targets) * n, 13)]
+    at = bench.room(score_bytes(len(targets), 4, n))
+    found = log_probabilities(bench.kernels, bench.stream, bench.floats(logits), n, targets, at)
+    for row, chosen, got in zip(_rows(logits, n), targets, found, strict=True):
+        log_sum = math.log(sum(math.exp(x) for x in row))
+        yield got, [row[t] - log_sum for t in chosen], 1e-6
+
+
 FAMILIES: "dict[str, Callable[[Bench], Iterator[Outcome]]]" = {
     "embedding rows": _embed,
     "norms": _norm,
@@ -287,4 +299,5 @@ FAMILIES: "dict[str, Callable[[Bench], Iterator[Outcome]]]" = {
     "attention: a prompt, a token": _attention,
     "products of 1, 5, 80, 150 rows": _products,
     "sampling": _sampling,
+    "log-probabilities": _log_probabilities,
 }

@@ -183,7 +183,7 @@ def test_few_rows(run_few, case, swiglu):
         width = few_width(limits, m, [name])
         warps, _, most, shared = max(few_shapes(limits, name, width), key=lambda shape: shape[2])
         part_stages = -(-n_in // (formats.FORMATS[name].few_columns * parts))
-        assert stages <= most and (part_stages > stages or parts > 1)
+        assert stages <= most and (part_stages > stages or parts > 2)
         shape = FewShape(warps, parts, part_stages, stages, shared)
         calls = few(limits, entry, matrices, scratch.ctypes.data, swiglu, width, shape)
     else:

@@ -208,8 +208,8 @@ def decisions(executor: CudaExecutor, n: int = 1) -> None:
 @needs_kernels
 @pytest.mark.parametrize("name", ["qwen3", "qwen35", "deepseek3"])
 def test_a_decision_that_comes_again_asks_little_of_the_driver(fake: Fake, kernels, fixtures: Path, name: str) -> None:
-    """All of its input is one copy, and all that comes before the pass but for states that begin anew, with one call;
-    the answer is no copy. The input of a tree too large for that is more."""
+    """Before the pass one copy of all that it takes, and one call where states begin anew; behind it a copy of the
+    targets. The answer is no copy. Ancestors of a tree too large for that lie apart."""
     with GGUF.open(fixtures / "exact" / f"{name}-f16.gguf") as gguf:
         executor = opened(fake, (gguf, archs.build(gguf)))
         decisions(executor, 5)

@@ -54,7 +54,7 @@ LONG_STEP = 2048
 """From so many tokens on a step takes a fraction of a second or more, and is queued layer by layer."""
 REPORT_EVERY = 0.05  # seconds
 ANSWER_BYTES = 4096
-"""Answers of a decision that its kernel leaves with the host; more are fetched."""
+"""Of log-probabilities that a kernel writes to memory of the host; where there are more, they are fetched."""
 SHAPES = 16
 """Shapes of steps whose launches are kept, and decisions whose graphs are: those used last."""
 _NOTHING = Shape(0, 0)
@@ -218,7 +218,7 @@ class CudaExecutor:
             shape = self._begin(step)
             is_queued = comes_again and self._replay(shape)
             # What is queued can't be called back, and queueing takes milliseconds: asking in between costs more than it
-            # saves, but for the first step, which waits for the weights. A graph is short, and is not kept waiting.
+            # saves, but for the first step, which waits for the weights. A graph is one call, and runs while this asks.
             go_on(poll)
             if not is_queued:
                 for launch in self._launches(shape, self._tracing, poll):

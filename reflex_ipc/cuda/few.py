@@ -1,4 +1,5 @@
-"""Products of 17 to 128 rows, by `kernels/few.cuh`: in which shape, and with which arguments."""
+"""Products by `kernels/few.cuh`, of 17 to 128 rows and, where `linear` says so, of fewer: in which shape, with which
+arguments."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -18,7 +19,7 @@ _CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.94, 8: 0.73}
 """Parts that a cluster adds up -> the share of the multiprocessors that clusters of so many blocks can fill, where each
 block fills one: those of a cluster lie side by side."""
 
-# Cycles of an H200, fitted to what bench/few_rows.py measured there at 32, 40 and 64 rows.
+# Cycles of an H200, fitted to what bench/few_rows.py measured there at 32, 40 and 64 rows; 16 rows go by them too.
 _STAGE = 30.5  # of a warp for 64 columns,
 _ROW = 0.26  # and for each row of x with them;
 _Q6_K = 1.65  # times as much where rows begin anywhere
@@ -72,7 +73,7 @@ def few(
             )
             arguments += pack_matrices(of_kind)
             grid = (_tiles(rows, best.warps, swiglu), n_rows // width, best.parts)
-            cluster = (1, 1, best.parts) if limits.cluster > 1 else None
+            cluster = (1, 1, best.parts) if limits.cluster > 1 else None  # of one, too: launches are used again
             products.append(
                 Call(f"few_{kind.lower()}_{width}", grid, (32 * best.warps, 1, 1), best.shared, (arguments,), cluster)
             )

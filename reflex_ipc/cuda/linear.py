@@ -39,7 +39,7 @@ _PARTIALS = 1152  # bytes of shared memory that matvec needs beside x and its ri
 _STAGES = 2  # of a ring of matvec at most
 _PER_MULTIPROCESSOR = 2  # blocks of matvec at a time
 _FLOAT_TILE = 64  # of gemm_float
-_LARGE = 1 << 28  # weights: an output
+_LARGE = 1 << 28  # weights of a call: the output of 8B has more, that of 0.6B fewer
 
 _MATVEC = Struct("<3Q7if7i4x")
 _MATMUL = Struct("<2Q6i")
@@ -236,9 +236,9 @@ def _lanes(tiles: Sequence[tuple[int, int]], n_pieces: int, least: int, capacity
 # --- more rows --------------------------------------------------------------------------------------------------------
 
 
-def _are_shared(limits: Limits, x: Input, matrices: Sequence[Matrix]) -> bool:
-    """Do up to `ALONE` rows go through `few.cuh` too? With k-quants, where clusters say that four warps multiply
-    together: more than 8 rows, and fewer that meet a large matrix."""
+def _go_together(limits: Limits, x: Input, matrices: Sequence[Matrix]) -> bool:
+    """Do these rows, at most `ALONE`, go through `few.cuh` too? With the types of `WHOLE`, where four warps multiply
+    them together, which the same kernels do that know clusters: more than 8 rows, and fewer that meet many weights."""
     if limits.cluster == 1 or any(m.type not in WHOLE for m in matrices):
         return False
     return x.n > WIDTHS[0] or x.width * sum(m.n_out for m in matrices) >= _LARGE
@@ -246,7 +246,7 @@ def _are_shared(limits: Limits, x: Input, matrices: Sequence[Matrix]) -> bool:
 
 def _matmul(limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: int, swiglu: bool) -> list[Call]:
     kinds = list(dict.fromkeys(m.type for m in matrices))
-    if x.n <= ALONE and _are_shared(limits, x, matrices):
+    if x.n <= ALONE and _go_together(limits, x, matrices):
         from reflex_ipc.cuda.few import few
 
         return few(limits, x, matrices, scratch, swiglu, ALONE)

@@ -88,11 +88,11 @@ class Places:
     tokens: int  # (token_capacity) int32, and so positions
     positions: int
     rows: int  # (row_capacity) int32
-    ancestors: int  # behind the rows: room for parents and mask of a small tree
+    ancestors: int  # behind the rows: room for parents and mask of a tree of up to LEAST_TOKENS
     parents: int  # (T) int32, of a tree; then the mask: a row a token of 1 + ceil(T/32) words
     mask: int
     branches: int  # recurrent states behind the tokens of a tree, a layer at a time
-    recurrent: tuple[int, int]  # where the first of all states begin, and their bytes; then come the others
+    recurrent: tuple[int, int]  # address and bytes of the first of every two states, side by side; then the second ones
     heads: int  # the numbers 0, 1, 2 ... in float32: heads as if they were experts
     control: int  # its first word is the number of tokens in the cache
     cache: int

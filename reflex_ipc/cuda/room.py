@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 HEAD_ROWS = 1024
 """Rows whose logits are held at once when scoring."""
 LEAST_TOKENS = 64
-"""Rows there is room for at least, and tokens whose ancestors lie among a step's inputs; more when a step has more."""
+"""Tokens there is room for at least, more once a step has more; and the most that a tree may have whose ancestors lie
+among a step's inputs."""
 _GRID = 65535
 """Blocks in a grid's second dimension: a kernel has one a token, or one a tile of an expert's tokens."""
 _NOT_FULL = 4096

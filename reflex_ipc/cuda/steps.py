@@ -1,4 +1,5 @@
-"""Steps of scoring: short ones in few shapes, trees with what each token sees; what logits say of chosen tokens."""
+"""Steps of scoring: short ones in few shapes, trees with what each token sees; and the launches of kernels/score.cu,
+which make log-probabilities of logits."""
 
 from itertools import pairwise
 from struct import Struct
@@ -52,7 +53,7 @@ def mask_of(step: Step) -> bytearray:
 
 
 def score_bytes(n_rows: int, n_targets: int, n_vocab: int) -> int:
-    """The room that `log_probabilities` takes: what parts of rows come to, where rows' targets begin, them, answers."""
+    """The room that `log_probabilities` takes: sums of parts of rows, where rows' targets begin, targets, answers."""
     return 8 * n_rows * -(-n_vocab // _PART) + 4 * (n_rows + 1 + 2 * n_targets)
 
 
@@ -67,8 +68,8 @@ def log_probabilities(
 ) -> list[list[float]]:
     """Of each row's target tokens, by the (rows, n_vocab) float32 logits at an address; `at` is room for it. Waits.
 
-    `answers`: page-locked memory, which kernels write to. Where it holds all that is found, there is no copy to wait
-    for.
+    `answers`: page-locked memory. Where it holds all that is found, the kernel writes there, and there is no copy to
+    wait for.
     """
     n_rows, n_targets, n_parts = len(targets), sum(map(len, targets)), -(-n_vocab // _PART)
     starts = [0]

@@ -356,7 +356,6 @@ import sys
 from reflex_ipc import archs
 from reflex_ipc.cuda.executor import CudaExecutor
 from reflex_ipc.gguf import GGUF
-from reflex_ipc.healing import Split, Tail
 from reflex_ipc.plan import Step
 from reflex_ipc.sampler import Sampler, Sampling
 gguf = GGUF.open(sys.argv[1])

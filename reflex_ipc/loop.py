@@ -37,9 +37,6 @@ UNREAD_EVENTS = 256
 LAST_WORDS_S = 1.0
 """How long a reader may take nothing of what is being written when the process was told to end."""
 LOADING_EVERY_S = 0.1
-ATTENTIVE_S = 0.001
-"""So long after something happened the next line is looked for again and again, and only then slept for: who asks one
-question after another asks the next one by then, and a process that has to be woken answers some 20 us later."""
 ACCEPT_AGAIN_S = 1.0
 """How long no connection is accepted after one could not be, unless one closes before."""
 
@@ -223,9 +220,6 @@ class Loop:
                 continue
             if not self._channels and self._listener is None:
                 return 0
-            if time.monotonic() - self._last_active < ATTENTIVE_S:
-                self._pump(0)
-                continue
             patience = None
             if self._exit_after_idle is not None and not any(channel.is_owed for channel in self._channels):
                 patience = max(0.0, self._last_active + self._exit_after_idle - time.monotonic())

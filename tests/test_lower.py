@@ -230,6 +230,18 @@ def test_a_decision_that_comes_again_asks_little_of_the_driver(fake: Fake, kerne
 
 
 @needs_kernels
+def test_decisions_do_without_page_locked_memory(fake: Fake, kernels, model) -> None:
+    executor = opened(fake, model)
+    fake.fail("cuMemHostAlloc", n=1, code=2)
+    decisions(executor, 5)
+    before = len(fake.log)
+    decisions(executor)
+    names = [line.split()[0] for line in fake.log[before:]]
+    executor.close()
+    assert "cuMemHostAlloc" not in names and names[-2:] == ["cuMemcpyDtoHAsync_v2", "cuStreamSynchronize"]
+
+
+@needs_kernels
 def test_every_driver_call_of_decisions_failing_in_turn_is_a_typed_error(fake: Fake, kernels, model) -> None:
     fail_each_call(fake, 5, lambda: opened(fake, model), lambda executor: decisions(executor, 5))
 

@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 
-from reflex_ipc.loop import ATTENTIVE_S, Loop
-from reflex_ipc.messages import Limits
 from tests.wire import ROOT, Stdio, command, resident_kilobytes, start, stop
 
 LONG = {"op": "generate", "prompt": "Hello", "max_tokens": 4000, "ignore_eos": True}  # several seconds of work
@@ -632,26 +630,3 @@ def test_closed_descriptors(tiny: Path, closed: int, code: int) -> None:
         assert process.wait(30) == code
     finally:
         stop(process)
-
-
-def test_a_loop_that_was_active_looks_before_it_sleeps() -> None:
-    class SleptError(Exception):
-        pass
-
-    class Watched(Loop):
-        def _pump(self, timeout: float | None) -> None:
-            waits.append((timeout, time.monotonic()))
-            if timeout is None:
-                raise SleptError
-            super()._pump(timeout)
-
-    waits: list[tuple[float | None, float]] = []
-    (source, asks), (reads, sink) = os.pipe(), os.pipe()
-    loop = Watched(Limits())
-    loop.connect(source, sink)
-    with pytest.raises(SleptError):
-        loop._run()
-    assert len(waits) > 1 and {timeout for timeout, _ in waits[:-1]} == {0}
-    assert waits[-1][1] - loop._last_active >= ATTENTIVE_S
-    for end in (source, asks, reads, sink):
-        os.close(end)

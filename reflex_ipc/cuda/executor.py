@@ -96,6 +96,7 @@ class CudaExecutor:
         self._trace = trace
         self._tracing: Tracing | None = None
         self._answers: Pinned | None = None
+        self._has_asked = False  # for room for them
         upload: Upload | None = None
         try:
             lower.check(plan)
@@ -414,9 +415,13 @@ class CudaExecutor:
         starts = range(0, len(step.rows), HEAD_ROWS)
         n_most = max(sum(map(len, targets[start : start + HEAD_ROWS])) for start in starts)
         at = self._buffers.hold_scores(score_bytes(min(HEAD_ROWS, len(step.rows)), n_most, n_vocab))
-        if self._answers is None and self._step_graphs:  # decisions come again: page-locked memory takes milliseconds
+        if self._step_graphs and not self._has_asked:  # decisions come again: page-locked memory takes milliseconds
+            self._has_asked = True
             assert self._device is not None
-            self._answers = self._device.pinned(ANSWER_BYTES, "answers")
+            try:
+                self._answers = self._device.pinned(ANSWER_BYTES, "answers")
+            except OutOfMemoryError:
+                pass  # answers are fetched
         found: list[list[float]] = []
         for start in starts:
             rows = step.rows[start : start + HEAD_ROWS]

@@ -421,7 +421,7 @@ class CudaExecutor:
             try:
                 self._answers = self._device.pinned(ANSWER_BYTES, "answers")
             except OutOfMemoryError:
-                pass  # answers are fetched
+                self._answers = None  # they are fetched
         found: list[list[float]] = []
         for start in starts:
             rows = step.rows[start : start + HEAD_ROWS]

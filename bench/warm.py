@@ -79,17 +79,23 @@ class Bench:
         return self._row("decode", {"depth": depth, "tokens": n}, n, self._times(once), total)
 
     def score(self, n: int) -> dict[str, Any]:
-        """Candidates behind a prompt of n tokens."""
+        """Candidates behind a prompt of n tokens, all in one step."""
+        beginnings: set[tuple[int, ...]] = set()
 
         def once() -> float:
             text = self.engine.detokenize(self._ids(n))
             began = time.perf_counter()
-            self.engine.score(text, CANDIDATES)
-            return time.perf_counter() - began
+            scores = self.engine.score(text, CANDIDATES)
+            seconds = time.perf_counter() - began
+            beginnings.clear()
+            for tokens in (candidate.tokens for candidate in scores.candidates):
+                beginnings.update(tokens[:i] for i in range(len(tokens)))
+            return seconds
 
-        return self._row(
-            "score", {"tokens": n, "candidates": len(CANDIDATES)}, len(CANDIDATES), self._times(once), None
-        )
+        seconds = self._times(once)
+        # Logits behind every beginning of a candidate, the empty one too, which is the prompt's end.
+        total = work.step(self.engine.plan, n + len(beginnings) - 1, 0, len(beginnings))
+        return self._row("score", {"tokens": n, "candidates": len(CANDIDATES)}, len(CANDIDATES), seconds, total)
 
     def _ids(self, n: int) -> list[int]:
         return self._random.choices(self._words, k=n)
@@ -98,17 +104,16 @@ class Bench:
         once()  # buffers, graphs, clocks
         return [once() for _ in range(self.repeat)]
 
-    def _row(
-        self, what: str, of: dict[str, int], n: int, seconds: Sequence[float], total: work.Work | None
-    ) -> dict[str, Any]:
-        row = {
+    def _row(self, what: str, of: dict[str, int], n: int, seconds: Sequence[float], total: work.Work) -> dict[str, Any]:
+        return {
             "engine": "reflex",
             "what": what,
             **of,
             "seconds": list(seconds),
             "per_second": n / summary(seconds).median,
+            "bytes": total.bytes,
+            "flops": total.flops,
         }
-        return row if total is None else {**row, "bytes": total.bytes, "flops": total.flops}
 
 
 def rates() -> dict[str, Any] | None:

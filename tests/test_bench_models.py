@@ -19,6 +19,7 @@ import gguf_out
 import measure
 import models
 import rates
+import warm
 import work
 
 from reflex_ipc import archs
@@ -244,7 +245,11 @@ class TestWarm:
         with GGUF.open(model) as opened:
             plan = archs.build(opened)
             pieces = work.step(plan, 512, 0, 0) + work.step(plan, 88, 512, 1)
-        assert (saved["rows"][1]["bytes"], saved["rows"][1]["flops"]) == pieces
+            assert (saved["rows"][1]["bytes"], saved["rows"][1]["flops"]) == pieces
+            tokenizer = Tokenizer.from_gguf(model)
+            tokens = [tokenizer.encode(candidate) for candidate in warm.CANDIDATES]
+            n = len({tuple(each[:i]) for each in tokens for i in range(len(each))})
+            assert (saved["rows"][3]["bytes"], saved["rows"][3]["flops"]) == work.step(plan, 40 + n - 1, 0, n)
 
     def test_shares_of_the_device(self):
         row = {"seconds": [0.01, 0.02, 0.5], "bytes": 4.5e10, "flops": 1.6e12}

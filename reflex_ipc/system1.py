@@ -100,7 +100,7 @@ def _parsed(text: str, source: str) -> list[str]:
     """A JSON array of strings, or one candidate a line."""
     text = text.removeprefix("\ufeff")
     if not text.lstrip().startswith("["):
-        return [line for line in text.replace("\r\n", "\n").split("\n") if line]
+        return [line for line in f"{text}\n".replace("\r\n", "\n").split("\n") if line]  # the last newline is gone
     import json
 
     try:
@@ -113,9 +113,9 @@ def _parsed(text: str, source: str) -> list[str]:
 
 
 def _warn_of_glued(prompt: str, candidates: list[str]) -> None:
-    """Candidates are literal. A word that runs into the prompt's last word is rarely meant."""
-    glued = [text for text in candidates if text and not prompt[-1:].isspace() and not text[0].isspace()]
-    if glued and prompt[-1:].isalnum() and glued[0][0].isalnum():
+    """Candidates are literal. One that runs into the prompt's last word is rarely meant."""
+    glued = [text for text in candidates if text and not text[0].isspace()]
+    if glued and prompt and not prompt[-1].isspace():
         say(f"no space between the prompt and {glued[0][:40]!r}; --join ' ' puts one there")
 
 

@@ -64,7 +64,7 @@ def test_best_and_confidence(smollm2: Path) -> None:
     assert (unsure.returncode, unsure.stdout) == (10, b" Paris")
 
 
-@pytest.mark.parametrize("content", [b" Paris\n London\n", b'[" Paris", " London"]'])
+@pytest.mark.parametrize("content", [b" Paris\n London\n", b" Paris\r\n London\r\n", b'[" Paris", " London"]'])
 def test_candidates_from_a_file_or_stdin(smollm2: Path, tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "candidates"
     file.write_bytes(content)
@@ -78,6 +78,8 @@ def test_join_and_warning(smollm2: Path) -> None:
     glued = system1(smollm2, "The capital of France is", "-a", "Paris", "-a", "London")
     joined = system1(smollm2, "The capital of France is", "-a", "Paris", "-a", "London", "--join", " ")
     assert b"no space" in glued.stderr
+    second = system1(smollm2, "The capital of France is:", "-a", " London", "-a", "Paris")
+    assert b"no space between the prompt and 'Paris'" in second.stderr
     assert joined.stderr == b""
     assert joined.stdout.startswith(b"0.98")
 

@@ -207,9 +207,10 @@ def test_few_rows(run_few, case, swiglu):
     assert [out.tobytes() for out in outs] == first
 
 
-@pytest.mark.parametrize("m", [9, 16])
+@pytest.mark.parametrize("m", [3, 9, 16])
 @pytest.mark.parametrize("name", formats.WHOLE)
-def test_up_to_16_rows(run_few, name, m):
+def test_up_to_16_rows(run_few, name, m, monkeypatch):
+    monkeypatch.setattr(linear, "_LARGE", {8: 0, 16: 0})
     rng = np.random.default_rng([m, *name.encode()])
     n_out, n_in = 150, 1024
     raw, w = weight(name, n_out, n_in, rng)
@@ -218,7 +219,7 @@ def test_up_to_16_rows(run_few, name, m):
     scratch = room(np.full(linear.scratch_bytes(m, n_in, matrix), 0xFF, np.uint8))
     limits = LIMITS._replace(cluster=run_few.cluster)
     names = run_few(linear.linear(limits, Input(x.ctypes.data, m, n_in, n_in), matrix, scratch.ctypes.data))
-    assert names[1] == f"{'few' if run_few.cluster > 1 else 'mma'}_{name.lower()}_16"
+    assert names[1] == f"few_{name.lower()}_16" if run_few.cluster > 1 else f"mma_{name.lower()}_{8 if m < 9 else 16}"
     x = x.reshape(m, n_in).astype(np.float64)
     got = out.view(np.float32).reshape(m, -1)
     assert error(got, x @ w.T, np.sqrt((x * x) @ (w * w).T)) < 9e-4

@@ -73,16 +73,18 @@ def test_pairs_share_a_launch(pair):
     ("kinds", "n", "n_out", "limits", "kernel"),
     [
         (("Q4_K",), 8, 300, TOGETHER, "mma_q4_k_8"),
-        (("Q4_K",), 9, 300, TOGETHER, "few_q4_k_16"),
-        (("Q4_K", "Q6_K"), 16, 300, TOGETHER, "few_q4_k_16"),
-        (("Q4_K", "Q8_0"), 16, 300, TOGETHER, "mma_q4_k_16"),
+        (("Q4_K",), 8, 24576, TOGETHER, "mma_q4_k_8"),
+        (("Q4_K",), 9, 300, TOGETHER, "mma_q4_k_16"),
+        (("Q4_K",), 9, 4096, TOGETHER, "few_q4_k_16"),
+        (("Q4_K", "Q6_K"), 16, 2048, TOGETHER, "few_q4_k_16"),
+        (("Q4_K", "Q8_0"), 16, 4096, TOGETHER, "mma_q4_k_16"),
         (("Q6_K",), 3, 151936, TOGETHER, "few_q6_k_16"),
         (("Q6_K",), 3, 151936, LARGE, "mma_q6_k_8"),
         (("Q8_0",), 3, 151936, TOGETHER, "mma_q8_0_8"),
     ],
 )
 def test_up_to_16_rows(kinds, n, n_out, limits, kernel):
-    """Of k-quants four warps multiply more than 8 together, or fewer with a large matrix."""
+    """Of k-quants four warps multiply them together where weights are many, and of up to 8 where they are very many."""
     calls = linear.linear(limits, Input(1 << 10, n, 4096, 4096), [matrix(k, n_out) for k in kinds], SCRATCH)
     assert calls[1].kernel == kernel
 

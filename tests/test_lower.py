@@ -597,7 +597,8 @@ def test_every_driver_call_failing_in_turn_is_a_typed_error(fake: Fake, kernels,
 
 
 @needs_kernels
-def test_the_cuda_path_imports_what_it_needs(fake: Fake, fixtures: Path) -> None:
+@pytest.mark.parametrize("name", ["exact/qwen3-f16", "quantised/qwen3-w256-Q4_K_M"])
+def test_the_cuda_path_imports_what_it_needs(fake: Fake, fixtures: Path, name: str) -> None:
     program = """
 import sys
 from reflex_ipc import archs
@@ -615,7 +616,7 @@ heavy = {"numpy", "gguf", "jinja2", "cupy", "orjson", "json", "dataclasses", "ar
 later = {f"reflex_ipc.cuda.{name}" for name in ("few", "gemm", "experts", "steps", "tracing")}
 print(sorted((heavy | later) & set(sys.modules)))
 """
-    path = fixtures / "exact" / "qwen3-f16.gguf"
+    path = fixtures / f"{name}.gguf"
     done = subprocess.run(
         [sys.executable, "-c", program, fake.path, str(path)],
         env={"FAKECUDA_KERNELS": str(KERNELS), "PYTHONPATH": ":".join(sys.path)},

@@ -3,7 +3,7 @@
     python tools/sanitize.py OUT                          memcheck, racecheck and initcheck, side by side
     python tools/sanitize.py OUT --tool memcheck --limit 130
 
-Each model reads a prompt in one step and in steps of a few tokens, generates, and scores a tree. Each tool is a process
+Each model reads a prompt in steps of many, some and a few tokens, generates, and scores a tree. Each tool is a process
 of its own, with one model after the other; what there was no time for is said. Exit code 1 where a tool
 found something. Logs go to OUT.
 """
@@ -31,6 +31,7 @@ MODELS = (
         "exact/qwen2-f16",
     ),
     *("quantised/llama-w256-Q4_K_M", "quantised/qwen3-w256-IQ4_XS", "large/qwen3"),
+    *("exact/qwen35moe-f16", "exact/deepseek2-lite-f16"),
 )
 FOUND = 9
 """The sanitizer's exit code where it found something; ours would be another."""
@@ -41,6 +42,7 @@ def run_models(until: float, names: Sequence[str]) -> int:
     sys.path.insert(0, str(ROOT))
     from reflex_ipc import archs
     from reflex_ipc.cuda.executor import CudaExecutor
+    from reflex_ipc.cuda.linear import FEW
     from reflex_ipc.gguf import GGUF
     from reflex_ipc.plan import Step
     from reflex_ipc.sampler import Sampler, Sampling
@@ -54,10 +56,14 @@ def run_models(until: float, names: Sequence[str]) -> int:
             plan = archs.build(gguf)
             executor = CudaExecutor(gguf, plan, 256)
             try:
-                executor.reserve(128)
-                executor.forward(Step.text(range(70), 0, [69]))  # through half-precision scratch
-                executor.forward(Step.text(range(7), 70, range(7)))  # dequantised on the way
-                tree = Step([1, 2, 3, 4], [77, 78, 78, 79], [-1, 0, 0, 2], [1, 3], 1)
+                executor.reserve(192)
+                n = FEW + 6
+                executor.forward(Step.text([i % 70 for i in range(n)], 0, [n - 1]))  # through half-precision scratch
+                executor.forward(Step.text(range(40), n, [39]))  # dequantised on the way, in stages
+                n += 40
+                executor.forward(Step.text(range(7), n, range(7)))  # and by each warp
+                n += 7
+                tree = Step([1, 2, 3, 4], [n, n + 1, n + 1, n + 2], [-1, 0, 0, 2], [1, 3], 1)
                 executor.score(tree, [[5, 6], [7]])
                 executor.forward(Step.text([9], executor.n_past, [0]))
                 for settings in (Sampling(), Sampling(temperature=0.8, seed=1, top_k=40, top_p=0.9)):

@@ -39,7 +39,9 @@ _PARTIALS = 1152  # bytes of shared memory that matvec needs beside x and its ri
 _STAGES = 2  # of a ring of matvec at most
 _PER_MULTIPROCESSOR = 2  # blocks of matvec at a time
 _FLOAT_TILE = 64  # of gemm_float
-_LARGE = 1 << 28  # weights of a call: the output of 8B has more, that of 0.6B fewer
+_LARGE = {8: 1 << 28, 16: 1 << 24}
+"""Rows of x, of a width of `WIDTHS` -> weights of a call from which on `few` serves so many rows better: an output, or
+any product of 8B. Of small models the start of a short prompt would wait for the import of `few`."""
 
 _MATVEC = Struct("<3Q7if7i4x")
 _MATMUL = Struct("<2Q6i")
@@ -238,10 +240,11 @@ def _lanes(tiles: Sequence[tuple[int, int]], n_pieces: int, least: int, capacity
 
 def _go_together(limits: Limits, x: Input, matrices: Sequence[Matrix]) -> bool:
     """Do these rows, at most `ALONE`, go through `few.cuh` too? With the types of `WHOLE`, where four warps multiply
-    them together, which the same kernels do that know clusters: more than 8 rows, and fewer that meet many weights."""
+    them together, which the same kernels do that know clusters, and where they meet enough weights."""
     if limits.cluster == 1 or any(m.type not in WHOLE for m in matrices):
         return False
-    return x.n > WIDTHS[0] or x.width * sum(m.n_out for m in matrices) >= _LARGE
+    width = next(w for w in WIDTHS if w >= x.n)
+    return x.width * sum(m.n_out for m in matrices) >= _LARGE[width]
 
 
 def _matmul(limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: int, swiglu: bool) -> list[Call]:

@@ -20,7 +20,7 @@ BOUND = 3e-3
 @pytest.mark.parametrize("fuse", [True, False], ids=["fused", "alone"])
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
 def test_logits(fixtures: Path, name: str, fuse: bool) -> None:
-    """70 tokens at once (half-precision scratch), in steps of a few, and one by one (16-bit integers)."""
+    """70 tokens at once and in steps of a few (x in half precision), and one by one (16-bit integers)."""
     reference = np.load(fixtures / "large" / f"{name}.npz")
     ids, rows = reference["ids"].tolist(), reference["rows"].tolist()
     expected = reference["logits"].astype(np.float64)

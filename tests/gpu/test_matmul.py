@@ -362,11 +362,12 @@ def test_parts_of_the_columns(gpu, name, parts, swiglu):
 
 
 @pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("m", [12, 40])
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
-def test_every_block_of_a_large_product(gpu, name, swiglu):
+def test_every_block_of_a_large_product(gpu, name, m, swiglu):
     """More blocks than run at a time, each of many stages, on the same few rows of W: the same bits from each."""
     rng = np.random.default_rng(13)
-    m, n_in, distinct, repeats = 40, 12288, 192, 64
+    n_in, distinct, repeats = 12288, 192, 64
     n_out = distinct * repeats
     data = [random_weight(name, distinct, n_in, rng) for _ in range(2)]
     kept = [on_device(each * repeats) for each in data]

@@ -8,6 +8,7 @@ Prints the answer as it comes. Ctrl-C ends the answer, not the engine: it is tol
 """
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -42,23 +43,24 @@ class Reflex:
         return self.last_id
 
     def generate(self, prompt: str, **fields: Any) -> Iterator[dict[str, Any]]:
-        """The events of one answer, up to `done`."""
+        """The events of one answer, up to `done`. The first Ctrl-C cancels it, a second one ends this process."""
         request = self.send("generate", prompt=prompt, **fields)
-        events = self.events()
-        while True:
-            try:
-                event = next(events)
-            except KeyboardInterrupt:
-                self.send("cancel", target=request)
-                events = self.events()
-                continue
+
+        def cancel(*_: object) -> None:
+            signal.signal(signal.SIGINT, usual)
+            self.send("cancel", target=request)
+
+        # A handler, not `except KeyboardInterrupt`: that would be raised in whoever prints our events, too.
+        usual = signal.signal(signal.SIGINT, cancel)
+        for event in self.events():
             if event.get("id") != request:
                 continue  # the answer to a cancel
             yield event
             if event["event"] == "error":
                 raise SystemExit(f"engine: {event['code']}: {event['message']}")
             if event["event"] == "done":
-                return
+                break
+        signal.signal(signal.SIGINT, usual)
 
 
 def connect(arguments: list[str]) -> Reflex:

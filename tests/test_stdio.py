@@ -59,6 +59,35 @@ def test_start_and_end(tiny: Path) -> None:
         assert engine.rest() == [] and engine.code() == 0 and engine.complaints() == ""
 
 
+# Says on stderr when the tokenizer's dictionaries are made, which the model's few words do not make necessary.
+PREPARING = """
+import sys
+from reflex_ipc import bpe, cli
+bpe._PATIENCE = 1e9
+prepare = bpe.BytePairs.prepare
+def said(pairs):
+    prepare(pairs)
+    print("prepared", file=sys.stderr, flush=True)
+    {then}
+bpe.BytePairs.prepare = said
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("then", ["pass", "raise bpe.ModelFileError('two tokens are equal')"])
+def test_dictionaries_are_made_after_two_requests(tiny: Path, then: str) -> None:
+    """Not for one request, which would have to wait for them at its end; and once, whatever is wrong with them."""
+    for n in (1, 2, 4):
+        with Stdio(tiny, program=PREPARING.format(then=then)) as engine:
+            engine.ready()
+            answers = [last(engine.answer({"id": i, **SHORT}))["text"] for i in range(n)]
+            assert len(set(answers)) == 1
+            time.sleep(0.2)
+            engine.end_input()
+            assert engine.rest() == [] and engine.code() == 0
+            assert engine.complaints() == ("prepared\n" if n > 1 else "")
+
+
 @pytest.mark.model
 def test_loading_is_reported(smollm2: Path) -> None:
     with Stdio(smollm2) as engine:

@@ -75,10 +75,11 @@ class Lines:
         return events
 
 
-def command(kind: str, model: object, *options: object, faulty: bool = False) -> list[str]:
-    """The command line; `faulty` runs it with an engine that misbehaves when it is asked to."""
-    program = [str(ROOT / "tests" / "faulty.py")] if faulty else ["-m", "reflex_ipc"]
-    return [sys.executable, *program, kind, str(model), *map(str, options), "--backend", "cpu", "--threads", "1"]
+def command(kind: str, model: object, *options: object, faulty: bool = False, program: str | None = None) -> list[str]:
+    """The command line; `faulty` runs it with an engine that misbehaves when it is asked to, `program` is Python that
+    runs it itself."""
+    runs = ["-c", program] if program else [str(ROOT / "tests" / "faulty.py")] if faulty else ["-m", "reflex_ipc"]
+    return [sys.executable, *runs, kind, str(model), *map(str, options), "--backend", "cpu", "--threads", "1"]
 
 
 class Stdio(Lines):
@@ -91,8 +92,10 @@ class Stdio(Lines):
         stdin: Any = subprocess.PIPE,
         stdout: Any = subprocess.PIPE,
         faulty: bool = False,
+        program: str | None = None,
     ):
-        self.process = start(command("stdio", model, *options, faulty=faulty), stdin=stdin, stdout=stdout)
+        line = command("stdio", model, *options, faulty=faulty, program=program)
+        self.process = start(line, stdin=stdin, stdout=stdout)
         super().__init__(
             self.process.stdout.fileno() if self.process.stdout else -1,
             self.process.stdin.fileno() if self.process.stdin else -1,

@@ -149,7 +149,7 @@ class CudaExecutor:
 
             self._tracing = Tracing(self._trace, device, self._stream, upload, weights)
         self._places = places = Places()
-        self._shapes: dict[tuple[int, int, bool, int, int], list[Launch]] = {}
+        self._shapes: dict[tuple[int, int, bool, int, int], list[Launch]] = {}  # none: the shape was met once
         self._step_graphs: dict[tuple[int, int, bool, int, int], GraphExec] = {}
         # Of tokens, by how many blocks share positions and how the next one is chosen.
         self._token_graphs: dict[tuple[int, str], GraphExec] = {}
@@ -306,12 +306,14 @@ class CudaExecutor:
         """
         is_long = shape.n_tokens >= LONG_STEP
         known = _used(self._shapes, shape.key) if tracing is None and not is_long else None
-        if known is not None:
+        if known:
             yield from known
             return
         is_loaded = self._waited == len(self._weights.groups) - 1
+        # A prompt of this length may not come again: its launches are kept from the second one on.
+        is_new = known is None and shape.n_tokens > FEW
         self._lowering.is_dependent = is_loaded and self._lowering.can_depend
-        self._lowering.is_passing = not is_loaded
+        self._lowering.is_passing = is_new or not is_loaded
         made: list[Launch] = []
         routed, self._routed = self._routed, None  # of use to the first step alone
         if routed is not None and not routed.begin(shape.n_tokens):
@@ -335,18 +337,17 @@ class CudaExecutor:
                     if tracing is not None:
                         tracing.begin(scope(group.name))
                 for launch in launches:
-                    made.append(launch)
+                    if not is_new:
+                        made.append(launch)
                     yield launch
-            if self._lowering.is_passing and self._upload is not None:
+            if not is_loaded and self._upload is not None:
                 self._upload.stamp()
         finally:
             self._lowering.is_passing = False
             if routed is not None:
                 routed.end()
         if is_loaded and not is_long:
-            if len(self._shapes) >= SHAPES:
-                del self._shapes[next(iter(self._shapes))]
-            self._shapes[shape.key] = made
+            _keep(self._shapes, shape.key, made)
 
     def _replay(self, shape: Shape) -> bool:
         """Queue a known shape's launches with one call; False where it is not known. Recording them takes some
@@ -356,12 +357,11 @@ class CudaExecutor:
         graph = _used(self._step_graphs, shape.key)
         if graph is None:
             launches = _used(self._shapes, shape.key)
-            if launches is None:
+            if not launches:
                 return False
             graph = self._recorded(launches)
-            if len(self._step_graphs) >= SHAPES:
-                self._step_graphs.pop(next(iter(self._step_graphs))).close()
-            self._step_graphs[shape.key] = graph
+            if (dropped := _keep(self._step_graphs, shape.key, graph)) is not None:
+                dropped.close()
         graph.launch(self._stream)
         return True
 
@@ -523,6 +523,12 @@ def _used(kept: "dict[Key, Kept]", key: "Key") -> "Kept | None":
     if found is not None:
         kept[key] = found
     return found
+
+
+def _keep(kept: "dict[Key, Kept]", key: "Key", value: "Kept") -> "Kept | None":
+    """Keep SHAPES at most; returns what had to go."""
+    kept[key] = value
+    return kept.pop(next(iter(kept))) if len(kept) > SHAPES else None
 
 
 def _stamp_driver(times: "Mapping[str, float]") -> None:

@@ -103,7 +103,7 @@ class Lowering:
         self.multiprocessors = device.attribute(device.MULTIPROCESSORS)
         self.limits = limits_of(device, kernels)
         self.is_dependent = self.is_passing = False
-        self._last: dict[str, Launch] = {}
+        self._last: dict[tuple[str, bool], Launch] = {}
         self._attentions = [op for op in plan.ops if isinstance(op, ops.Attention)]
         self.latents = families.latents(plan)
         self._blocks = 0
@@ -208,7 +208,7 @@ class Lowering:
         shared: int = 0,
         cluster: "tuple[int, int, int] | None" = None,
     ) -> "Launch":
-        known = self._last.get(name) if self.is_passing else None
+        known = self._last.get((name, self.is_dependent)) if self.is_passing else None
         if known is not None:
             known.grid, known.block, known.shared = grid, (block, 1, 1), shared
             if cluster is not None:
@@ -220,7 +220,7 @@ class Lowering:
             grid, (block, 1, 1), arguments, self.stream, shared=shared, dependent=self.is_dependent, cluster=cluster
         )
         if self.is_passing:
-            self._last[name] = made
+            self._last[name, self.is_dependent] = made
         return made
 
     def each(self, name: str, out: "Value", shape: Shape, inputs: "Sequence[int]", *more: int) -> "Launch":

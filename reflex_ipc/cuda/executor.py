@@ -214,7 +214,7 @@ class CudaExecutor:
         self._forward(step, poll, comes_again=False)
 
     def _forward(self, step: Step, poll: "Poll | None", *, comes_again: bool) -> None:
-        """`comes_again`: other steps will have the same shape, so that it is worth a graph."""
+        """`comes_again`: other steps will have the same shape, so that it is worth keeping, and a graph."""
         try:
             shape = self._begin(step)
             is_queued = comes_again and self._replay(shape)
@@ -222,7 +222,7 @@ class CudaExecutor:
             # saves, but for the first step, which waits for the weights. A graph is one call, and runs while this asks.
             go_on(poll)
             if not is_queued:
-                for launch in self._launches(shape, self._tracing, poll):
+                for launch in self._launches(shape, self._tracing, poll, comes_again=comes_again):
                     launch()
         except (CancelledError, DeadlineError):
             self.reset()
@@ -297,12 +297,18 @@ class CudaExecutor:
         self._stream.to_device(p.control, inputs)
 
     def _launches(
-        self, shape: Shape, tracing: "Tracing | None" = None, poll: "Poll | None" = None
+        self,
+        shape: Shape,
+        tracing: "Tracing | None" = None,
+        poll: "Poll | None" = None,
+        *,
+        comes_again: bool = True,
     ) -> "Iterator[Launch]":
         """A shape's launches, each as soon as it exists and the weights it needs are on their way.
 
         `poll` is asked wherever there are weights to wait for, and between the layers of a long step, of which one is
-        queued when the one before is done; what it raises leaves the shape unknown.
+        queued when the one before is done; what it raises leaves the shape unknown. `comes_again`: launches are kept
+        at once, not only when the shape has come a second time.
         """
         is_long = shape.n_tokens >= LONG_STEP
         known = _used(self._shapes, shape.key) if tracing is None and not is_long else None
@@ -310,8 +316,7 @@ class CudaExecutor:
             yield from known
             return
         is_loaded = self._waited == len(self._weights.groups) - 1
-        # A prompt of this length may not come again: its launches are kept from the second one on.
-        is_new = known is None and shape.n_tokens > FEW
+        is_new = known is None and not comes_again
         self._lowering.is_dependent = is_loaded and self._lowering.can_depend
         self._lowering.is_passing = is_new or not is_loaded
         made: list[Launch] = []

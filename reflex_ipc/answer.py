@@ -147,37 +147,14 @@ def _score(engine: "Engine", request: Score, limits: Limits, queued_ms: float, p
         temperature=request.temperature,
         join=request.join,
         end=request.end,
+        neutral=request.neutral,
         arguments=request.template_arguments,
         poll=poll,
     )
     _check_prompt(scoring.prompt_tokens, limits)
     scores = scoring.run()
-    candidates = [
-        {
-            "text": each.text,
-            "tokens": each.tokens,
-            "token_logprobs": each.token_logprobs,
-            "bytes": each.n_bytes,
-            "logprob": each.logprob,
-            **({} if each.neutral_logprob is None else {"neutral_logprob": each.neutral_logprob}),
-            "score": each.score,
-            "probability": each.probability,
-        }
-        for each in scores.candidates
-    ]
-    fields = {
-        "candidates": candidates,
-        "best": scores.candidates.index(scores.best),
-        "normalize": scores.normalize,
-        "temperature": scores.temperature,
-        "entropy_bits": scores.entropy_bits,
-        "margin": scores.margin,
-        "healed": scores.healed,
-        "passes": scores.passes,
-        "usage": {"prompt_tokens": scores.prompt_tokens, "reused_tokens": 0},
-        "timings": {"queued_ms": round(queued_ms, 3), "total_ms": round(scoring.total_ms, 3)},
-    }
-    yield Result(request.id, fields)
+    timings = {"queued_ms": round(queued_ms, 3), "total_ms": round(scoring.total_ms, 3)}
+    yield Result(request.id, {**scores.to_wire(), "timings": timings})
 
 
 def _check_prompt(n_tokens: int, limits: Limits) -> None:

@@ -57,6 +57,10 @@ class Executor(Protocol):
     def score(self, step: Step, targets: Sequence[Sequence[int]], poll: "Poll | None" = None) -> list[list[float]]:
         """Run a step; for each of its rows, the log-probabilities of the row's target tokens."""
 
+    @property
+    def log_sums(self) -> list[float]:
+        """Of each row of the last `score`, ln of the sum of exp over its logits: a logit minus its log-probability."""
+
     def step_limit(self, n_past: int, n_tokens: int) -> int:
         """How many of `n_tokens` one step behind `n_past` others may have, by the memory there is."""
 

@@ -132,6 +132,7 @@ _TEXTS = {
     "--stop": "--stop",
     "--system": "--system",
     "--join": "--join",
+    "--neutral": "--neutral",
 }
 """Options that take a text, and their long form."""
 

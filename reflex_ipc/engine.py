@@ -260,13 +260,17 @@ class Engine:
         else:
             parts = self.template.render(list(prompt), arguments=chosen.arguments).parts
             texts = healing.of_parts(self.tokenizer, parts, candidates, chosen.join, self.n_ctx, poll)
-        split = healing.split(self.tokenizer, texts, end=chosen.end, poll=poll)
+        split = healing.split(self.tokenizer, texts, end=chosen.end, neutral=chosen.neutral, poll=poll)
         stamp("tokens")
-        longest = len(split.context) + max(len(tail.tokens) for tail in split.tails) - 1
-        if longest > self.n_ctx:
-            raise ContextOverflowError(
-                f"prompt and longest candidate have {longest} tokens, the context holds {self.n_ctx}"
-            )
+        longest = max(len(tail.tokens) for tail in split.tails) - 1
+        for field, what, context in (
+            ("prompt", "prompt", split.context),
+            ("neutral", "neutral context", split.neutral),
+        ):
+            if (n := len(context) + longest) > self.n_ctx:
+                raise ContextOverflowError(
+                    f"{what} and longest candidate have {n} tokens, the context holds {self.n_ctx}", field
+                )
         self._begin(len(split.context))
         stamp("reserve")
         return scoring.Scoring(self._executor, split, chosen, poll)

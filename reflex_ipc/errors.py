@@ -83,10 +83,14 @@ class OutOfMemoryError(ReflexError):
 
 
 class ContextOverflowError(ReflexError):
-    """The prompt, or prompt and answer together, are longer than the context."""
+    """The prompt, or prompt and answer together, are longer than the context. `field` names another text that is."""
 
     code = "context_overflow"
     exit_code = 7
+
+    def __init__(self, message: str = "", field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class InputOutputError(ReflexError):

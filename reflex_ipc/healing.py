@@ -41,13 +41,14 @@ class Split(NamedTuple):
     """Prompt and candidates, cut at the border from where on tokens are scored.
 
     `context`: the tokens before it. `tails`: each candidate's behind it. `healed`: how many of the prompt's own tokens
-    lie behind it, since a candidate merges with them. `neutral`: the token that stands for no context at all.
+    lie behind it, since a candidate merges with them. `neutral`: the tokens of the context that pmi compares with; none
+    where the file has no token for no context at all, and no other was given.
     """
 
     context: list[int]
     tails: list[Tail]
     healed: int
-    neutral: int | None
+    neutral: Sequence[int]
 
 
 def of_text(
@@ -116,7 +117,9 @@ def _texts(
     return Texts(candidates, before, prompt, wholes)
 
 
-def split(tokenizer: "Tokenizer", texts: Texts, *, end: bool, poll: "Poll | None" = None) -> Split:
+def split(
+    tokenizer: "Tokenizer", texts: Texts, *, end: bool, neutral: str | None = None, poll: "Poll | None" = None
+) -> Split:
     """Raises InvalidRequestError where a token is needed that the file does not name."""
     candidates, before, prompt, wholes = texts
     if end:
@@ -124,7 +127,10 @@ def split(tokenizer: "Tokenizer", texts: Texts, *, end: bool, poll: "Poll | None
         if ending is None:
             raise InvalidRequestError("the file names no token that ends a turn", "end")
         wholes = [[*whole, ending] for whole in wholes]
-    neutral = next((token for token in (tokenizer.bos, tokenizer.eos, tokenizer.eot) if token is not None), None)
+    nothing = [token for token in (tokenizer.bos, tokenizer.eos, tokenizer.eot) if token is not None][:1]
+    compared = nothing if neutral is None else tokenizer.encode(neutral, bos=tokenizer.add_bos, poll=poll)
+    if neutral is not None and not compared:
+        raise InvalidRequestError("the neutral context has no token in this vocabulary", "neutral")
     n = border(prompt, wholes)
     if n < 0:  # a candidate of no tokens of its own, whose bytes the vocabulary lacks
         before, prompt, wholes = before[:-1], [before[-1], *prompt], [[before[-1], *whole] for whole in wholes]
@@ -138,15 +144,10 @@ def split(tokenizer: "Tokenizer", texts: Texts, *, end: bool, poll: "Poll | None
         for token in set(tokens).difference(n_bytes):
             n_bytes[token] = len(tokenizer.token_bytes(token))
         tails.append(Tail(text, tokens, sum(map(n_bytes.__getitem__, tokens))))
-    context = [*before, *prompt[:n]]
-    if not context and neutral is None:
+    context = [*before, *prompt[:n]] or nothing
+    if not context:
         raise InvalidRequestError(NO_NEUTRAL)
-    return Split(
-        context if context or neutral is None else [neutral],
-        tails,
-        len(prompt) - n,
-        neutral,
-    )
+    return Split(context, tails, len(prompt) - n, compared)
 
 
 def border(prompt: Sequence[int], texts: Sequence[list[int]]) -> int:

@@ -75,6 +75,7 @@ class Score(NamedTuple):
     temperature: float = 1.0
     join: str = ""
     end: bool = False
+    neutral: str | None = None
     deadline_ms: int | None = None
 
 
@@ -349,6 +350,12 @@ def _candidates(field: str, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _neutral(field: str, value: Any) -> str:
+    if not _text(field, value):
+        raise _Wrong(field, "must be a string that is not empty")
+    return value  # type: ignore[no-any-return]
+
+
 def _logit_bias(field: str, value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
         raise _Wrong(field, "must be an object from token ids to numbers")
@@ -453,6 +460,7 @@ _SCORE: dict[str, _Check] = {
     "temperature": _number,
     "join": _text,
     "end": _boolean,
+    "neutral": _neutral,
     "deadline_ms": _integer(1),
 }
 

@@ -53,10 +53,22 @@ def system1(parser: ArgumentParser) -> None:
         "-a", "--candidate", action="append", default=[], metavar="TEXT", help="a continuation to score (repeatable)"
     )
     parser.add_argument(
-        "--candidates-file", metavar="FILE", help="more of them: one a line, or a JSON array; - is standard input"
+        "--candidates-file",
+        metavar="FILE",
+        help="more of them, from a file or (-) standard input: one a line, empty lines left out; but what begins with "
+        "[ or { is JSON, and must be an array of strings",
+    )
+    parser.add_argument(
+        "--candidates-format", choices=("lines", "json"), help="what that file holds, however it begins"
     )
     parser.add_argument(
         "--normalize", choices=("sum", "mean", "byte", "pmi"), default="sum", help="what is compared (sum)"
+    )
+    parser.add_argument(
+        "--neutral",
+        metavar="TEXT",
+        help="score the candidates after this, too: what pmi takes off (default: after the token that begins or ends a "
+        "text)",
     )
     parser.add_argument(
         "--temp",
@@ -70,7 +82,7 @@ def system1(parser: ArgumentParser) -> None:
     parser.add_argument("--join", default="", metavar="TEXT", help="stands between prompt and candidate (nothing)")
     parser.add_argument("--end", action="store_true", help="score the end of the turn behind each candidate, too")
     parser.add_argument("--best", action="store_true", help="print the likeliest candidate and nothing else")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON: the result of protocol.md")
     parser.add_argument(
         "--min-confidence", type=float, metavar="P", help="exit with code 10 if the likeliest has less than this"
     )

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from reflex_ipc.healing import Tail
@@ -15,20 +15,32 @@ class Scored(NamedTuple):
 
     tail: "Tail"
     logprobs: list[float]
+    log_sums: list[float]
     neutral: list[float] | None
 
 
 class Candidate(NamedTuple):
-    """One continuation and what the model thinks of it. Log-probabilities are natural logarithms."""
+    """One continuation and what the model thinks of it. Log-probabilities are natural logarithms.
+
+    `token_logsumexps[i]` is ln of the sum of exp over the logits that token i was one of.
+    """
 
     text: str
     tokens: tuple[int, ...]
     token_logprobs: tuple[float, ...]
+    token_logsumexps: tuple[float, ...]
+    n_tokens: int
     n_bytes: int
     logprob: float
-    neutral_logprob: float | None
+    neutral_logprob: float | None  # where there was a neutral context
     score: float
     probability: float
+
+    def to_wire(self) -> dict[str, Any]:
+        fields = self._asdict()
+        if self.neutral_logprob is None:
+            del fields["neutral_logprob"]
+        return fields
 
 
 class Scores(NamedTuple):
@@ -47,6 +59,20 @@ class Scores(NamedTuple):
     def best(self) -> Candidate:
         return max(self.candidates, key=lambda candidate: candidate.score)
 
+    def to_wire(self) -> dict[str, Any]:
+        """The fields of the protocol's result, which are those of `system1 --json`."""
+        return {
+            "candidates": [candidate.to_wire() for candidate in self.candidates],
+            "best": self.candidates.index(self.best),
+            "normalize": self.normalize,
+            "temperature": self.temperature,
+            "entropy_bits": self.entropy_bits,
+            "margin": self.margin,
+            "healed": self.healed,
+            "passes": self.passes,
+            "usage": {"prompt_tokens": self.prompt_tokens, "reused_tokens": 0},
+        }
+
 
 def scores(
     found: Sequence[Scored], normalize: str, temperature: float, *, prompt_tokens: int, healed: int, passes: int
@@ -64,7 +90,18 @@ def scores(
     ranked = sorted(probabilities, reverse=True)
     return Scores(
         candidates=tuple(
-            Candidate(*item.tail[:2], tuple(item.logprobs), item.tail.n_bytes, sum_, before, value, probability)
+            Candidate(
+                item.tail.text,
+                item.tail.tokens,
+                tuple(item.logprobs),
+                tuple(item.log_sums),
+                len(item.tail.tokens),
+                item.tail.n_bytes,
+                sum_,
+                before,
+                value,
+                probability,
+            )
             for item, sum_, before, value, probability in zip(found, sums, neutral, values, probabilities, strict=True)
         ),
         normalize=normalize,

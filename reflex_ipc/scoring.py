@@ -32,6 +32,7 @@ class Options(NamedTuple):
     temperature: float = 1.0  # of the softmax over the candidates
     join: str = ""  # stands between prompt and candidate
     end: bool = False  # the token that ends a turn is scored behind every candidate, too
+    neutral: str | None = None  # the context that pmi compares with; None is the file's own token for no context
     arguments: dict[str, Any] | None = None  # for the chat template
 
 
@@ -43,6 +44,10 @@ def check(candidates: Sequence[str], options: Options) -> None:
     if not 0.0 < temperature < math.inf:
         raise InvalidRequestError(
             f"temperature is {temperature}; scores are divided by it, so it must be above 0", "temperature"
+        )
+    if options.neutral == "":
+        raise InvalidRequestError(
+            "the neutral context is empty; leave it out for the token that begins or ends a text", "neutral"
         )
     if not candidates:
         raise InvalidRequestError("there are no candidates to score", "candidates")
@@ -61,6 +66,8 @@ class Executor(Protocol):
     @property
     def n_past(self) -> int: ...
     def forward(self, step: Step, poll: "Poll | None" = None) -> None: ...
+    @property
+    def log_sums(self) -> list[float]: ...
     def score(self, step: Step, targets: Sequence[Sequence[int]], poll: "Poll | None" = None) -> list[list[float]]: ...
     def step_limit(self, n_past: int, n_tokens: int) -> int: ...
 
@@ -76,7 +83,8 @@ class Scoring:
             raise InvalidRequestError(
                 f"the candidates have {len(nodes.tokens)} tokens together; at most {MAX_TREE} are scored", "candidates"
             )
-        if options.normalize == "pmi" and split.neutral is None:
+        is_compared = options.normalize == "pmi" or options.neutral is not None
+        if is_compared and not split.neutral:
             raise InvalidRequestError(NO_NEUTRAL, "normalize")
         self.prompt_tokens = len(split.context)
         self.total_ms = 0.0
@@ -84,7 +92,11 @@ class Scoring:
         self._split = split
         self._tree = nodes
         self._options = options
-        self._neutral = split.neutral if options.normalize == "pmi" else None
+        self._neutral = split.neutral if is_compared else ()
+        if len(self._neutral) > LONGEST_TOGETHER:
+            raise InvalidRequestError(
+                f"the neutral context has {len(self._neutral)} tokens; at most {LONGEST_TOGETHER} are taken", "neutral"
+            )
         self._poll = poll
 
     def run(self) -> Scores:
@@ -96,20 +108,27 @@ class Scoring:
         limit = executor.step_limit(len(context), n_step)
         # The end of the context and the candidates are one step. What goes ahead is no pass of its own: none of its
         # tokens is computed twice.
-        while len(context) - executor.n_past > min(limit, LONGEST_TOGETHER):
+        longest = min(max(1, limit - len(self._neutral)), LONGEST_TOGETHER)
+        while len(context) - executor.n_past > longest:
             n = min(PREFILL_CHUNK, len(context) - executor.n_past - 1)
             chunk = context[executor.n_past : executor.n_past + n]
             executor.forward(Step.text(chunk, executor.n_past, []), self._poll)
         n_passes = 0
         watch = Watch(self._poll)
         found = [
-            Scored(tail, [0.0] * len(tail.tokens), None if self._neutral is None else [0.0] * len(tail.tokens))
+            Scored(
+                tail,
+                [0.0] * len(tail.tokens),
+                [0.0] * len(tail.tokens),
+                [0.0] * len(tail.tokens) if self._neutral else None,
+            )
             for tail in tails
         ]
         tokens = [tail.tokens for tail in tails]
         steps = passes(context, tokens, self._tree, self._neutral, executor.n_past, limit, self._poll)
         for step, targets, places in steps:
-            for row, row_places in zip(executor.score(step, targets, self._poll), places, strict=True):
+            logprobs = executor.score(step, targets, self._poll)
+            for row, log_sum, row_places in zip(logprobs, executor.log_sums, places, strict=True):
                 watch()
                 for value, wanted in zip(row, row_places, strict=True):
                     if not math.isfinite(value):
@@ -118,7 +137,11 @@ class Scoring:
                         )
                     for candidate, at, is_neutral in wanted:
                         item = found[candidate]
-                        (item.neutral if is_neutral and item.neutral is not None else item.logprobs)[at] = value
+                        if not is_neutral:
+                            item.logprobs[at] = value
+                            item.log_sums[at] = log_sum
+                        elif item.neutral is not None:
+                            item.neutral[at] = value
             n_passes += 1
         self.total_ms = (time.perf_counter() - began) * 1e3
         return scores(

@@ -285,10 +285,10 @@ def _log_probabilities(bench: Bench) -> "Iterator[Outcome]":
     n, targets = 9000, [[3, 8999, 20], [], [0]]
     logits = [8 * x for x in _numbers(len(targets) * n, 13)]
     at = bench.room(score_bytes(len(targets), 4, n))
-    found = log_probabilities(bench.kernels, bench.stream, bench.floats(logits), n, targets, at)
-    for row, chosen, got in zip(_rows(logits, n), targets, found, strict=True):
+    found, sums = log_probabilities(bench.kernels, bench.stream, bench.floats(logits), n, targets, at)
+    for row, chosen, got, got_sum in zip(_rows(logits, n), targets, found, sums, strict=True):
         log_sum = math.log(sum(math.exp(x) for x in row))
-        yield got, [row[t] - log_sum for t in chosen], 1e-6
+        yield [*got, got_sum], [*(row[t] - log_sum for t in chosen), log_sum], 1e-6
 
 
 FAMILIES: "dict[str, Callable[[Bench], Iterator[Outcome]]]" = {

@@ -26,6 +26,15 @@ if TYPE_CHECKING:
     from reflex_ipc.trace import Trace
 
 _BAR = 24
+_KINDS = {
+    dict: "an object",
+    list: "an array",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
 
 
 def run(arguments: Namespace, trace: "Trace | None" = None) -> int:
@@ -37,7 +46,15 @@ def run(arguments: Namespace, trace: "Trace | None" = None) -> int:
         raise InvalidRequestError("--best prints one text and --json everything; one or the other")
     candidates = _candidates(arguments)
     prompt = prompt_or_messages(arguments)
-    scoring.check(candidates, scoring.Options(arguments.normalize, arguments.temperature))
+    neutral = None if arguments.neutral is None else valid_text(arguments.neutral, "the neutral context")
+    options = {
+        "normalize": arguments.normalize,
+        "temperature": arguments.temperature,
+        "join": valid_text(arguments.join, "the text between prompt and candidate"),
+        "end": arguments.end,
+        "neutral": neutral,
+    }
+    scoring.check(candidates, scoring.Options(**options))
     with Engine.open(
         arguments.model,
         backend=arguments.backend,
@@ -49,25 +66,23 @@ def run(arguments: Namespace, trace: "Trace | None" = None) -> int:
         leave_driver=True,
     ) as engine:
         say_why_cpu(engine)
+        if arguments.verbose:
+            say(f"{engine.gguf.path}: {engine.plan.arch}, {engine.plan.n_layer} layers, backend {engine.backend}")
         if isinstance(prompt, str):
             _warn_of_glued(prompt + arguments.join, candidates)
         elif engine.template.is_fallback:
             say("the file has no chat template; ChatML is used")
         began = monotonic_ns()
-        scores = engine.score(
-            prompt,
-            candidates,
-            normalize=arguments.normalize,
-            temperature=arguments.temperature,
-            join=arguments.join,
-            end=arguments.end,
-            arguments=template_arguments(arguments),
-        )
+        scores = engine.score(prompt, candidates, **options, arguments=template_arguments(arguments))
         timings = {**engine.timings, "score_ms": ms(began, stamp("scores"))}
         warn(engine.tokenizer)
         backend = engine.backend
-    if scores.healed and arguments.verbose:
-        say(f"the last {scores.healed} tokens of the prompt merge with a candidate and are scored with it")
+    if scores.healed:
+        last = "token" if scores.healed == 1 else f"{scores.healed} tokens"
+        say(f"the prompt's last {last} merged with a candidate and was scored with each (healed)")
+    if arguments.verbose:
+        n = sum(candidate.n_tokens for candidate in scores.candidates)
+        say(f"{scores.prompt_tokens} tokens of prompt, {n} tokens of {len(candidates)} candidates behind it")
     if scores.passes > 1:
         say(f"memory allowed no single pass; {scores.passes} were needed")
     if arguments.best:
@@ -89,27 +104,58 @@ def _candidates(arguments: Namespace) -> list[str]:
     candidates = [valid_text(text, f"candidate {i}") for i, text in enumerate(arguments.candidate)]
     if arguments.candidates_file is not None:
         file = arguments.candidates_file
-        if file == "-" and (arguments.prompt == "-" or arguments.messages == "-"):
-            raise InvalidRequestError("standard input can hold the prompt or the candidates, not both")
+        prompts = (arguments.prompt, arguments.prompt_option, arguments.file, arguments.messages)
+        if file == "-" and ("-" in prompts or not any(prompt is not None for prompt in prompts)):
+            raise InvalidRequestError(
+                "standard input can hold the prompt or the candidates, not both; give the prompt as an argument or by -f"
+            )
         text = read_prompt("-" if file == "-" else None, None, None if file == "-" else file, "candidates")
-        candidates += _parsed(text, "standard input" if file == "-" else file)
+        candidates += _parsed(text, "standard input" if file == "-" else file, arguments.candidates_format)
+    elif arguments.candidates_format is not None:
+        raise InvalidRequestError("--candidates-format says what --candidates-file holds, and there is none")
     return candidates
 
 
-def _parsed(text: str, source: str) -> list[str]:
-    """A JSON array of strings, or one candidate a line."""
+def _parsed(text: str, source: str, kind: str | None) -> list[str]:
+    """One candidate a line, or a JSON array of strings. What begins like an array or an object is never taken for lines
+    unless `kind` says so: half an array would be scored as it stands."""
     text = text.removeprefix("\ufeff")
-    if not text.lstrip().startswith("["):
-        return [line for line in f"{text}\n".replace("\r\n", "\n").split("\n") if line]  # the last newline is gone
+    if kind == "lines" or (kind is None and not text.lstrip().startswith(("[", "{"))):
+        return _lines(text, source)
     import json
 
+    remedy = "" if kind == "json" else "; --candidates-format lines takes it as it stands, one a line"
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"{source} begins like JSON and is not: {error}") from None
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise InvalidRequestError(f"{source} must hold a JSON array of strings")
+        begins = "is not JSON" if kind == "json" else "begins like JSON and is not"
+        raise InvalidRequestError(f"{source} {begins}: {error}{remedy}") from None
+    if not isinstance(values, list):
+        raise InvalidRequestError(f"{source} holds {_KINDS[type(values)]}, not a JSON array of strings{remedy}")
+    for i, value in enumerate(values):
+        if not isinstance(value, str):
+            raise InvalidRequestError(
+                f"{source} must hold an array of strings; element {i} is {_KINDS[type(value)]}{remedy}"
+            )
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequestError(f"{source}: element {i} has half a surrogate pair, which is no text") from None
     return values
+
+
+def _lines(text: str, source: str) -> list[str]:
+    candidates: list[str] = []
+    at = 0
+    while at < len(text):
+        end = text.find("\n", at)
+        end = len(text) if end < 0 else end
+        if line := text[at:end].removesuffix("\r"):
+            candidates.append(line)
+        if len(candidates) > scoring.MAX_CANDIDATES:
+            raise InvalidRequestError(f"{source} has more than the {scoring.MAX_CANDIDATES} candidates that are scored")
+        at = end + 1
+    return candidates
 
 
 def _warn_of_glued(prompt: str, candidates: list[str]) -> None:
@@ -122,16 +168,18 @@ def _warn_of_glued(prompt: str, candidates: list[str]) -> None:
 def _json(scores: "Scores") -> str:
     import json
 
-    plain = {**scores._asdict(), "candidates": [candidate._asdict() for candidate in scores.candidates]}
-    return json.dumps({**plain, "best": scores.candidates.index(scores.best)}) + "\n"
+    return json.dumps(scores.to_wire()) + "\n"
 
 
 def _tsv(scores: "Scores") -> str:
-    """Likeliest first: probability, score, logprob, tokens, text with tabs, newlines and backslashes escaped."""
-    return "".join(
-        f"{c.probability:.6f}\t{c.score:.6f}\t{c.logprob:.6f}\t{len(c.tokens)}\t{_escaped(c.text)}\n"
-        for c in sorted(scores.candidates, key=lambda c: -c.score)
-    )
+    """Likeliest first. Columns, which docs/scoring.md lists: probability, score, logprob, n_tokens, text with tabs,
+    newlines and backslashes escaped, n_bytes, neutral_logprob (empty without a neutral context), index as given."""
+    lines = []
+    for i, c in sorted(enumerate(scores.candidates), key=lambda each: -each[1].score):
+        neutral = "" if c.neutral_logprob is None else f"{c.neutral_logprob:.6f}"
+        numbers = f"{c.probability:.6f}\t{c.score:.6f}\t{c.logprob:.6f}\t{c.n_tokens}"
+        lines.append(f"{numbers}\t{_escaped(c.text)}\t{c.n_bytes}\t{neutral}\t{i}\n")
+    return "".join(lines)
 
 
 def _table(scores: "Scores") -> str:

@@ -49,9 +49,9 @@ def tree(candidates: Sequence[Sequence[int]], poll: "Poll | None" = None) -> Tre
     return Tree(tokens, parents, depths, paths)
 
 
-def tree_tokens(nodes: Tree, neutral: int | None) -> int:
-    """Tokens of a step behind the context: the tree, or with a neutral token that and the tree twice."""
-    return len(nodes.tokens) if neutral is None else 1 + 2 * len(nodes.tokens)
+def tree_tokens(nodes: Tree, neutral: Sequence[int]) -> int:
+    """Tokens of a step behind the context: the tree, or with a neutral context that and the tree twice."""
+    return len(nodes.tokens) * (2 if neutral else 1) + len(neutral)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -77,7 +77,7 @@ def passes(
     context: Sequence[int],
     candidates: Sequence[Sequence[int]],
     whole: Tree,
-    neutral: int | None,
+    neutral: Sequence[int],
     n_past: int,
     limit: int,
     poll: "Poll | None" = None,
@@ -87,32 +87,32 @@ def passes(
     None has more than `limit` tokens where that is possible.
 
     The state holds the context's first `n_past` tokens, not all, and all of them after the first step, which answers
-    for every candidate's first token. `neutral`, if given, is a token that begins a second root, below which the same
-    candidates are scored again.
+    for every candidate's first token. `neutral`, unless empty, is a context of its own, a second root, below which the
+    same candidates are scored again.
     """
     rest = list(context[n_past:])
     firsts = [(i, ids[0]) for i, ids in enumerate(candidates)]
     if len(rest) + tree_tokens(whole, neutral) <= limit:
         yield _pass(rest, firsts, len(context), list(enumerate(candidates)), whole, neutral, poll)
         return
-    for group in _groups(candidates, len(rest), neutral is not None, limit):
+    for group in _groups(candidates, len(rest), len(neutral), limit):
         some = [(i, candidates[i]) for i in group]
         yield _pass(rest, firsts, len(context), some, tree([ids for _, ids in some], poll), neutral, poll)
         rest, firsts = [], []
 
 
-def _groups(candidates: Sequence[Sequence[int]], first: int, twice: bool, limit: int) -> Iterator[list[int]]:
+def _groups(candidates: Sequence[Sequence[int]], first: int, n_neutral: int, limit: int) -> Iterator[list[int]]:
     """Candidates that go together: neighbours in sorted order, as many as a step holds."""
-    roots, times = (1, 2) if twice else (0, 1)
+    times = 2 if n_neutral else 1
     group: list[int] = []
-    n_tokens = first + roots
+    n_tokens = first + n_neutral
     before: Sequence[int] = ()
     for i in sorted(range(len(candidates)), key=lambda i: tuple(candidates[i])):
         body = candidates[i][:-1]
         added = (len(body) - common_prefix(before, body)) * times
-        if group and n_tokens + added > limit:
+        if group and added and n_tokens + added > limit:
             yield group
-            group, n_tokens, added = [], roots, len(body) * times
+            group, n_tokens, added = [], n_neutral, len(body) * times
         group.append(i)
         n_tokens += added
         before = body
@@ -125,7 +125,7 @@ def _pass(
     n_context: int,
     candidates: Sequence[tuple[int, Sequence[int]]],
     nodes: Tree,
-    neutral: int | None,
+    neutral: Sequence[int],
     poll: "Poll | None",
 ) -> Pass:
     """`rest` of the context, whose last token answers for `firsts`, (candidate, first token); then the tree `nodes` of
@@ -153,14 +153,14 @@ def _pass(
     for i, token in firsts:
         want(len(rest) - 1, token, (i, 0, False))
     grow(len(rest) - 1 if rest else PARENT_STATE, n_context, False)
-    if neutral is not None:
-        root = len(tokens)
-        tokens.append(neutral)
-        positions.append(0)
-        parents.append(PARENT_NONE)
+    if neutral:
+        start = len(tokens)
+        tokens += neutral
+        positions += range(len(neutral))
+        parents += [PARENT_NONE, *range(start, len(tokens) - 1)]
         for i, ids in candidates:
-            want(root, ids[0], (i, 0, True))
-        grow(root, 1, True)
+            want(len(tokens) - 1, ids[0], (i, 0, True))
+        grow(len(tokens) - 1, len(neutral), True)
     rows = sorted(wanted)
     return Pass(
         Step(tokens, positions, parents, rows, len(rest)),

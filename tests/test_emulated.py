@@ -401,7 +401,7 @@ def test_scores_are_the_references(opened, name: str) -> None:
     for row, wants, found in zip(executor.logits().astype(np.float64), targets, got, strict=True):
         expected = row[wants] - row.max() - np.log(np.exp(row - row.max()).sum())
         assert np.abs(np.subtract(found, expected)).max() <= 1e-5
-    for a, b in zip(got, wanted, strict=True):
+    for a, b in zip([*got, executor.log_sums], [*wanted, reference.log_sums], strict=True):
         assert np.abs(np.subtract(a, b)).max() < 5e-3
     assert executor.n_past == 3
     # Another tree of nearly that size takes the same launches, to its own answers.
@@ -448,6 +448,7 @@ def test_a_long_steps_scores(opened, monkeypatch: pytest.MonkeyPatch, name: str)
     deviation = BOUND * np.sqrt(np.square(fixture["logits"].astype(np.float64)).mean())
     errors = np.subtract(got, reference.score(step, targets))
     assert np.sqrt(np.square(errors).mean()) <= np.sqrt(2) * deviation and np.abs(errors).max() <= 4 * deviation
+    assert np.abs(np.subtract(executor.log_sums, reference.log_sums)).max() <= 4 * deviation
     for each in (executor, reference):
         each.forward(Step.text([20], 23, [0]))
     assert np.linalg.norm(executor.logits() - reference.logits()) <= BOUND * np.linalg.norm(reference.logits())

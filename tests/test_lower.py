@@ -323,7 +323,7 @@ def test_a_tree_is_one_step_where_memory_holds_it(fake: Fake, kernels, fixtures:
         need = tree_bytes(executor._lowering, 0, 0, n)
         assert before - after <= need + (8 << 20)  # cache by granules, the targets
         rows = [line for line in fake.log if line.startswith("cuLaunchKernelEx score_rows")]
-        assert len(rows) == -(-len(targets) // HEAD_ROWS)
+        assert len(rows) == 2 * -(-len(targets) // HEAD_ROWS)  # for log-probabilities, and for the rows' sums
         assert sum(line.startswith("cuLaunchKernelEx rope_table") for line in fake.log) == 1
         executor.close()
         fake.reset()

@@ -116,7 +116,7 @@ def test_thousands_of_candidates_are_one_pass(fixtures: Path, name: str, n_tree:
         steps: list[Step] = []
         run = engine._executor.score
         engine._executor.score = lambda step, *rest: (steps.append(step), run(step, *rest))[1]  # type: ignore[method-assign]
-        split = healing.Split(context, texts, 0, None)
+        split = healing.Split(context, texts, 0, ())
         result = scoring.Scoring(engine._executor, split, scoring.Options()).run()
         assert result.passes == len(steps) == 1
         assert len(context) + n_tree - 64 <= len(steps[0].tokens) <= len(context) + n_tree
@@ -177,7 +177,7 @@ def test_tokens_are_those_of_the_whole_text(fixtures: Path, name: str) -> None:
                 assert texts.before + texts.prompt == ids
                 n = healing.border(ids, wholes)
                 split = healing.split(tokenizer, texts, end=False)
-                assert split.context[: n or None] == (ids[:n] or [split.neutral])
+                assert split.context[: n or None] == (ids[:n] or split.neutral)
                 assert [list(tail.tokens) for tail in split.tails] == [whole[n:] for whole in wholes]
                 assert split.healed == len(ids) - n
                 parts = [(prompt, True), ("<|im_end|>" if "x" in prompt else "", True)]
@@ -186,16 +186,20 @@ def test_tokens_are_those_of_the_whole_text(fixtures: Path, name: str) -> None:
                     assert chat.before + whole == tokenizer.encode_parts([*parts, (tail, False)])
 
 
-@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=12), st.integers(1, 30))
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=12),
+    st.integers(1, 30),
+    st.sampled_from([(), (5,), (5, 6, 5, 4)]),
+)
 @settings(max_examples=300, deadline=None)
-def test_passes_spell_every_candidate(candidates: list[list[int]], limit: int) -> None:
+def test_passes_spell_every_candidate(candidates: list[list[int]], limit: int, neutral: tuple[int, ...]) -> None:
     """Walking a row's parents upwards spells the context and the candidate's tokens before the target."""
     context = [9, 8, 7]
     seen: set[tuple[int, int, bool]] = set()
     state = 1  # tokens of the context that the state already holds
-    for step, targets, places in passes(context, candidates, tree(candidates), 5, state, limit):
+    for step, targets, places in passes(context, candidates, tree(candidates), neutral, state, limit):
         assert list(step.rows) == sorted(set(step.rows)) and step.rows[0] >= 0
-        assert len(step.tokens) <= max(limit, len(context) - state + 2 * 6)
+        assert len(step.tokens) <= max(limit, len(context) - state + len(neutral) + 2 * 6)
         assert all(parent < i for i, parent in enumerate(step.parents))
         for row, row_targets, row_places in zip(step.rows, targets, places, strict=True):
             for target, wanted in zip(row_targets, row_places, strict=True):
@@ -207,20 +211,21 @@ def test_passes_spell_every_candidate(candidates: list[list[int]], limit: int) -
                         node = step.parents[node]
                     before = [*candidates[i][:at]]
                     if is_neutral:
-                        assert node == PARENT_NONE and path[::-1] == [5, *before]
+                        assert node == PARENT_NONE and path[::-1] == [*neutral, *before]
                     else:
                         assert path[::-1] == [*context[state:], *before]
                     assert target == candidates[i][at]
                     assert (i, at, is_neutral) not in seen
                     seen.add((i, at, is_neutral))
         state = len(context)
-    assert seen == {(i, at, side) for i, c in enumerate(candidates) for at in range(len(c)) for side in (False, True)}
+    sides = (False, True) if neutral else (False,)
+    assert seen == {(i, at, side) for i, c in enumerate(candidates) for at in range(len(c)) for side in sides}
 
 
 def test_numbers_follow_from_the_sums() -> None:
     found = [
-        Scored(healing.Tail("x", (1,), 2), [np.log(0.5)], [np.log(0.25)]),
-        Scored(healing.Tail("y", (1, 2), 8), [np.log(0.5)] * 2, [np.log(0.5), np.log(0.125)]),
+        Scored(healing.Tail("x", (1,), 2), [np.log(0.5)], [3.0], [np.log(0.25)]),
+        Scored(healing.Tail("y", (1, 2), 8), [np.log(0.5)] * 2, [3.0, 4.0], [np.log(0.5), np.log(0.125)]),
     ]
     by = {rule: scores(found, rule, 1.0, prompt_tokens=1, healed=0, passes=1) for rule in NORMALISATIONS}
     assert [c.probability for c in by["sum"].candidates] == pytest.approx([2 / 3, 1 / 3])
@@ -312,7 +317,7 @@ def test_tokens_to_score_are_bounded():
     """What candidates share is computed once, but every one of its log-probabilities is an answer of each."""
     tails = [healing.Tail(str(i), (1,) * 256 + (i,), 257) for i in range(scoring.MAX_CANDIDATES)]
     with pytest.raises(InvalidRequestError, match=str(healing.MAX_SCORED)) as raised:
-        scoring.Scoring(None, healing.Split([1], tails, 0, None), scoring.Options())
+        scoring.Scoring(None, healing.Split([1], tails, 0, ()), scoring.Options())
     assert raised.value.field == "candidates"
 
 
@@ -327,7 +332,7 @@ def test_a_million_tokens_to_score_end_when_they_are_told_to(fixtures: Path) -> 
         split = healing.split(tokenizer, texts, end=False, poll=poll)
         scoring.Scoring(engine._executor, split, scoring.Options(), poll)
         tails = [tail.tokens for tail in split.tails]
-        (step,) = passes(split.context, tails, tree(tails, poll), None, 0, 1 << 20, poll)
+        (step,) = passes(split.context, tails, tree(tails, poll), (), 0, 1 << 20, poll)
         poll()
         assert poll.longest < 0.2
         assert [list(tokens) for tokens in tails] == wholes and sum(map(len, step.targets)) >= len(wholes)

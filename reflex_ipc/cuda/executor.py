@@ -96,6 +96,7 @@ class CudaExecutor:
         self._trace = trace
         self._tracing: Tracing | None = None
         self._answers: Pinned | None = None
+        self.log_sums: list[float] = []
         self._has_asked = False  # for room for them
         upload: Upload | None = None
         try:
@@ -428,6 +429,7 @@ class CudaExecutor:
             except OutOfMemoryError:
                 self._answers = None  # they are fetched
         found: list[list[float]] = []
+        self.log_sums = []
         for start in starts:
             rows = step.rows[start : start + HEAD_ROWS]
             if start == 0:
@@ -438,7 +440,9 @@ class CudaExecutor:
             self._shape = Shape(len(step.tokens), len(rows))
             some = targets[start : start + HEAD_ROWS]
             logits, answers = self._logits(0), self._answers
-            found += log_probabilities(self._kernels, self._stream, logits, n_vocab, some, at, answers)
+            logprobs, sums = log_probabilities(self._kernels, self._stream, logits, n_vocab, some, at, answers)
+            found += logprobs
+            self.log_sums += sums
         return found
 
     def _head(self, n_tokens: int, rows: "Sequence[int]", poll: "Poll | None") -> None:

@@ -46,6 +46,7 @@ class ReferenceExecutor:
         stamp("numpy")
         self.plan = plan
         self.n_ctx = n_ctx
+        self.log_sums: list[float] = []
         self._path = gguf.path
         memory.check(gguf.path, memory.first(plan, n_ctx))
         if threads is not None and not 1 <= threads <= _MOST_THREADS:
@@ -91,6 +92,7 @@ class ReferenceExecutor:
     def score(self, step: Step, targets: Sequence[Sequence[int]], poll: "Poll | None" = None) -> list[list[float]]:
         watch = Watch(poll)
         found: list[list[float]] = []
+        self.log_sums = []
         with self._whole_or_nothing():
             go_on(poll)
             run = self._run(step, watch)
@@ -98,8 +100,10 @@ class ReferenceExecutor:
             for start in range(0, len(step.rows), _HEAD_ROWS):
                 watch()
                 logits = self._head(run, step.rows[start : start + _HEAD_ROWS]).astype(np.float64)
-                logits -= logits.max(axis=1, keepdims=True)
+                peaks = logits.max(axis=1, keepdims=True)
+                logits -= peaks
                 log_sums = np.log(np.exp(logits).sum(axis=1))
+                self.log_sums += (peaks[:, 0] + log_sums).tolist()
                 for row, log_sum, wanted in zip(logits, log_sums, targets[start : start + _HEAD_ROWS], strict=True):
                     found.append((row[list(wanted)] - log_sum).tolist())
         return found

@@ -121,16 +121,18 @@ def test_log_probabilities_of_a_large_vocabulary(device: Device, kernels: Kernel
     targets = [random.integers(0, n_vocab, 5).tolist() for _ in range(n_rows)]
     stream, memory = device.stream(), device.allocate(logits.nbytes, "logits")
     room = device.allocate(score_bytes(n_rows, 5 * n_rows, n_vocab), "room")
-    answers = device.pinned(4 * 5 * n_rows, "answers")
+    answers = device.pinned(4 * 6 * n_rows, "answers")
     stream.to_device(memory.address, logits.tobytes())
     wide = logits.astype(np.float64)
     peak = wide.max(axis=1, keepdims=True)
-    wanted = wide - peak - np.log(np.exp(wide - peak).sum(axis=1, keepdims=True))
+    log_sums = peak + np.log(np.exp(wide - peak).sum(axis=1, keepdims=True))
+    wanted = wide - log_sums
     where = kernels, stream, memory.address, n_vocab, targets, room.address
-    found = log_probabilities(*where)
+    found, sums = log_probabilities(*where)
     for row, tokens, values in zip(wanted, targets, found, strict=True):
         assert np.abs(row[tokens] - values).max() <= 1e-5
-    assert log_probabilities(*where, answers) == found
+    assert np.abs(log_sums[:, 0] - sums).max() <= 1e-5
+    assert log_probabilities(*where, answers) == (found, sums)
     for each in (answers, room, memory):
         each.close()
 

@@ -107,7 +107,7 @@ def _candidates(arguments: Namespace) -> list[str]:
         prompts = (arguments.prompt, arguments.prompt_option, arguments.file, arguments.messages)
         if file == "-" and ("-" in prompts or not any(prompt is not None for prompt in prompts)):
             raise InvalidRequestError(
-                "standard input can hold the prompt or the candidates, not both; give the prompt as an argument or by -f"
+                "standard input can hold the prompt or the candidates, not both; give the prompt as text or by -f FILE"
             )
         text = read_prompt("-" if file == "-" else None, None, None if file == "-" else file, "candidates")
         candidates += _parsed(text, "standard input" if file == "-" else file, arguments.candidates_format)

@@ -133,6 +133,8 @@ def test_the_place_is_named() -> None:
 
     assert field('{"id":1,"op":"generate","tokens":[1,2,"3"]}') == "tokens[2]"
     assert field('{"id":1,"op":"generate","prompt":"","stop":["a",""]}') == "stop[1]"
+    assert field('{"id":1,"op":"score","prompt":"","candidates":["a",""]}') == "candidates[1]"
+    assert field('{"id":1,"op":"score","prompt":"","candidates":["a"],"neutral":""}') == "neutral"
     assert field('{"id":1,"op":"generate","messages":[{"role":"user"},{"role":2}]}') == "messages[1].role"
     assert field('{"id":1,"op":"generate","prompt":"","logit_bias":{"x":2}}') == "logit_bias.x"
     deep = '{"id":1,"op":"generate","messages":[{"role":"a"}],"template_arguments":{"tools":[{"n":1e20}]}}'

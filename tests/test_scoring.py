@@ -73,6 +73,61 @@ def test_one_pass_is_each_alone(fixtures: Path, name: str, normalize: str) -> No
                 assert candidate.score == pytest.approx(candidate.logprob - sum(neutral), abs=1e-4)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("normalize", ["sum", "pmi"])
+def test_a_neutral_context_of_ones_own(fixtures: Path, name: str, normalize: str) -> None:
+    """Of several tokens, in the same pass; it is scored whatever is compared, and changes nothing else."""
+    with Engine.open(fixtures / "exact" / f"{name}-f16.gguf", backend="cpu") as engine:
+        plain = engine.score("once more", CANDIDATES, normalize="sum")
+        result = engine.score("once more", CANDIDATES, normalize=normalize, neutral="and again:")
+        context = engine.tokenize("and again:")
+        assert result.passes == 1 and len(context) > 2
+        for candidate, before in zip(result.candidates, plain.candidates, strict=True):
+            assert before.neutral_logprob is None
+            assert np.abs(np.subtract(candidate.token_logprobs, before.token_logprobs)).max() <= 1e-4
+            neutral = sum(alone(engine, context, candidate.tokens))
+            assert candidate.neutral_logprob == pytest.approx(neutral, abs=1e-4)
+            expected = candidate.logprob - (neutral if normalize == "pmi" else 0.0)
+            assert candidate.score == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen35", "deepseek3"])
+def test_a_neutral_context_in_several_passes(fixtures: Path, name: str) -> None:
+    with Engine.open(fixtures / "exact" / f"{name}-f16.gguf", backend="cpu") as engine:
+        options = {"normalize": "pmi", "neutral": "and once more again"}
+        one = engine.score("once more and again", CANDIDATES, **options)
+        for limit in (12, 4, 1):
+            engine._executor.step_limit = lambda n_past, n_tokens, limit=limit: limit  # type: ignore[method-assign]
+            many = engine.score("once more and again", CANDIDATES, **options)
+            assert many.passes > one.passes == 1
+            for a, b in zip(one.candidates, many.candidates, strict=True):
+                assert np.abs(np.subtract(a.token_logprobs, b.token_logprobs)).max() <= 1e-4
+                assert a.neutral_logprob == pytest.approx(b.neutral_logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_log_sums_make_logits_of_log_probabilities(fixtures: Path, name: str) -> None:
+    with Engine.open(fixtures / "exact" / f"{name}-f16.gguf", backend="cpu") as engine:
+        result = engine.score("once more", CANDIDATES, normalize="pmi")
+        context = engine.tokenize("once more")[: result.prompt_tokens]
+        for candidate in result.candidates:
+            logits = engine.logits([*context, *candidate.tokens])[len(context) - 1 : -1]
+            wanted = logits[np.arange(candidate.n_tokens), candidate.tokens]
+            got = np.add(candidate.token_logprobs, candidate.token_logsumexps)
+            assert np.abs(got - wanted).max() <= 1e-4
+            assert (candidate.n_tokens, len(candidate.token_logsumexps)) == (len(candidate.tokens),) * 2
+
+
+def test_no_prompt_is_the_files_own_token_whatever_is_neutral(fixtures: Path) -> None:
+    """Else pmi would compare a context with itself."""
+    with Engine.open(fixtures / "exact" / "qwen35-f16.gguf", backend="cpu") as engine:
+        result = engine.score("", CANDIDATES, normalize="pmi", neutral="once")
+        for candidate in result.candidates:
+            assert candidate.logprob == pytest.approx(sum(alone(engine, [neutral_token(engine)], candidate.tokens)))
+            after = sum(alone(engine, engine.tokenize("once"), candidate.tokens))
+            assert candidate.neutral_logprob == pytest.approx(after, abs=1e-4)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen35", "deepseek3"])
 def test_scoring_leaves_the_prompts_state(fixtures: Path, name: str) -> None:
     with Engine.open(fixtures / "exact" / f"{name}-f16.gguf", backend="cpu") as engine:
@@ -255,6 +310,12 @@ def test_bad_requests(fixtures: Path) -> None:
             engine.score("x", ["a"] * 4097)
         with pytest.raises(ContextOverflowError):
             engine.score("x", ["word " * 100])
+        with pytest.raises(InvalidRequestError, match="neutral context is empty") as raised:
+            engine.score("x", ["a"], neutral="")
+        assert raised.value.field == "neutral"
+        with pytest.raises(ContextOverflowError, match="neutral context and longest") as late:
+            engine.score("x", ["a"], neutral="word " * 100)
+        assert late.value.field == "neutral"
 
 
 @pytest.mark.parametrize(("reason", "error"), [("deadline", DeadlineError), ("cancelled", CancelledError)])
@@ -319,6 +380,9 @@ def test_tokens_to_score_are_bounded():
     with pytest.raises(InvalidRequestError, match=str(healing.MAX_SCORED)) as raised:
         scoring.Scoring(None, healing.Split([1], tails, 0, ()), scoring.Options())
     assert raised.value.field == "candidates"
+    split = healing.Split([1], tails[:1], 0, [1] * (scoring.LONGEST_TOGETHER + 1))
+    with pytest.raises(InvalidRequestError, match="neutral context has 4097 tokens"):
+        scoring.Scoring(None, split, scoring.Options(neutral="x"))
 
 
 def test_a_million_tokens_to_score_end_when_they_are_told_to(fixtures: Path) -> None:

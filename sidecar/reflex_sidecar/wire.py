@@ -11,7 +11,7 @@ Event = dict[str, Any]
 
 PROTOCOL = 1
 LINE_BYTES = 256 << 20
-"""The longest line taken from an engine: 4096 candidates of a request line of 4 MiB, scored, are 110 MB."""
+"""The longest line taken from an engine: the answer to a `score` of 4 MiB and 2^20 tokens has 80 MB at most."""
 
 
 class Conversation:

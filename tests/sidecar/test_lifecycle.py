@@ -237,6 +237,8 @@ def test_score(sidecar: Sidecar) -> None:
     assert "id" not in answer and "event" not in answer
     assert {each["text"]: each["logprob"] for each in answer["candidates"]} == pytest.approx(known, abs=1e-4)
     assert sum(each["probability"] for each in answer["candidates"]) == pytest.approx(1)
+    neutral = sidecar.post("/v1/score", {"prompt": "More", "candidates": list(known), "neutral": "Once"}).json()
+    assert {each["text"]: each["neutral_logprob"] for each in neutral["candidates"]} == pytest.approx(known, abs=1e-4)
 
 
 def test_score_errors(sidecar: Sidecar, tmp_path: Path) -> None:
@@ -247,6 +249,8 @@ def test_score_errors(sidecar: Sidecar, tmp_path: Path) -> None:
     assert refused(id=1) == (400, "id")
     assert refused(op="info") == (400, "op")
     assert refused(candidates="a") == (400, "candidates")
+    assert refused(neutral="") == (400, "neutral")
+    assert refused(neutral="Once " * 5000) == (400, "neutral")
     assert refused(normalise="sum") == (400, "normalise")
     assert refused(model="another") == (404, None)  # as OpenAI answers
     many = {"prompt": [5] * 10, "candidates": ["a"]}

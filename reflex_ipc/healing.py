@@ -60,7 +60,13 @@ def of_text(
     before = tokenizer.encode(prompt[:at], bos=tokenizer.add_bos, poll=poll)
     rest = prompt[at:]
     return _texts(
-        before, lambda tail: tokenizer.encode(rest + tail, bos=False, poll=poll), candidates, join, n_ctx, poll
+        tokenizer,
+        before,
+        lambda tail: tokenizer.encode(rest + tail, bos=False, poll=poll),
+        candidates,
+        join,
+        n_ctx,
+        poll,
     )
 
 
@@ -76,6 +82,7 @@ def of_parts(
     tokenizer.check_length("".join(text for text, _ in parts), n_ctx)
     before, rest = _cut(tokenizer, parts)
     return _texts(
+        tokenizer,
         tokenizer.encode_parts(before, poll),
         lambda tail: tokenizer.encode_parts([*rest, (tail, False)], poll),
         candidates,
@@ -95,6 +102,7 @@ def _cut(tokenizer: "Tokenizer", parts: Sequence[tuple[str, bool]]) -> tuple[lis
 
 
 def _texts(
+    tokenizer: "Tokenizer",
     before: list[int],
     encode: Callable[[str], list[int]],
     candidates: Sequence[str],
@@ -106,6 +114,7 @@ def _texts(
     prompt, wholes, n_scored = encode(""), [], 0
     for i, text in enumerate(candidates):
         watch()
+        tokenizer.check_length(text, n_ctx, f"candidate {i}")
         wholes.append(encode(join + text))
         n_scored += max(0, len(wholes[-1]) - len(prompt))  # at least
         check_scored(n_scored)

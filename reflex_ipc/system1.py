@@ -1,6 +1,7 @@
 """`reflex system1`: which of some continuations the model holds likeliest, in one forward pass."""
 
 import os
+import re
 from argparse import Namespace
 from time import monotonic_ns
 from typing import TYPE_CHECKING
@@ -82,7 +83,7 @@ def run(arguments: Namespace, trace: "Trace | None" = None) -> int:
         say(f"the prompt's last {last} merged with a candidate and was scored with each (healed)")
     if arguments.verbose:
         n = sum(candidate.n_tokens for candidate in scores.candidates)
-        say(f"{scores.prompt_tokens} tokens of prompt, {n} tokens of {len(candidates)} candidates behind it")
+        say(f"{scores.prompt_tokens} tokens of prompt, {n} of candidates behind it")
     if scores.passes > 1:
         say(f"memory allowed no single pass; {scores.passes} were needed")
     if arguments.best:
@@ -146,15 +147,11 @@ def _parsed(text: str, source: str, kind: str | None) -> list[str]:
 
 def _lines(text: str, source: str) -> list[str]:
     candidates: list[str] = []
-    at = 0
-    while at < len(text):
-        end = text.find("\n", at)
-        end = len(text) if end < 0 else end
-        if line := text[at:end].removesuffix("\r"):
+    for found in re.finditer(r"(?!\r?\n)[^\n]+", text):
+        if line := found[0].removesuffix("\r"):
             candidates.append(line)
         if len(candidates) > scoring.MAX_CANDIDATES:
             raise InvalidRequestError(f"{source} has more than the {scoring.MAX_CANDIDATES} candidates that are scored")
-        at = end + 1
     return candidates
 
 

@@ -152,15 +152,16 @@ def _score(engine: "Engine", request: Score, limits: Limits, queued_ms: float, p
         poll=poll,
     )
     _check_prompt(scoring.prompt_tokens, limits)
+    _check_prompt(scoring.neutral_tokens, limits, "neutral", "the neutral context")
     scores = scoring.run()
     timings = {"queued_ms": round(queued_ms, 3), "total_ms": round(scoring.total_ms, 3)}
     yield Result(request.id, {**scores.to_wire(), "timings": timings})
 
 
-def _check_prompt(n_tokens: int, limits: Limits) -> None:
+def _check_prompt(n_tokens: int, limits: Limits, field: str = "prompt", what: str = "the prompt") -> None:
     most = limits.prompt_tokens
     if most is not None and n_tokens > most:
-        raise ContextOverflowError(f"the prompt has {n_tokens} tokens; this engine was told to take at most {most}")
+        raise ContextOverflowError(f"{what} has {n_tokens} tokens; this engine was told to take at most {most}", field)
 
 
 def _token(engine: "Engine", request: Generate, index: int, token: "EngineToken") -> Token:

@@ -87,6 +87,7 @@ class Scoring:
         if is_compared and not split.neutral:
             raise InvalidRequestError(NO_NEUTRAL, "normalize")
         self.prompt_tokens = len(split.context)
+        self.neutral_tokens = len(split.neutral) if is_compared else 0
         self.total_ms = 0.0
         self._executor = executor
         self._split = split

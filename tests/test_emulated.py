@@ -11,7 +11,7 @@ import pytest
 from emulator.build import library
 from gguf_bytes import read_plainly
 
-from reflex_ipc import archs
+from reflex_ipc import archs, healing, scoring
 from reflex_ipc.check import compare
 from reflex_ipc.cuda import executor as cuda
 from reflex_ipc.cuda import experts, families, launch, linear
@@ -417,6 +417,24 @@ def test_scores_are_the_references(opened, name: str) -> None:
     for each in (executor, reference):
         each.forward(Step.text([20], 3, [0]))
     assert np.linalg.norm(executor.logits() - reference.logits()) <= BOUND * np.linalg.norm(reference.logits())
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen35", "deepseek3"])
+def test_a_neutral_context_of_several_tokens(opened, name: str) -> None:
+    """A second root that is a line of its own, below which the candidates stand again."""
+    executor, gguf, _ = opened(name)
+    reference = ReferenceExecutor(gguf, executor.plan, 256)
+    tails = [healing.Tail(str(i), ids, 1) for i, ids in enumerate([(9, 10, 11), (9, 12), (13,)])]
+    split = healing.Split([5, 6, 7], tails, 0, [3, 4, 8, 14])
+    for each in (executor, reference):
+        each.reserve(64)
+    got, wanted = (
+        scoring.Scoring(each, split, scoring.Options("pmi")).run().candidates for each in (executor, reference)
+    )
+    for a, b in zip(got, wanted, strict=True):
+        assert np.abs(np.subtract(a.token_logprobs, b.token_logprobs)).max() < 5e-3
+        assert np.abs(np.subtract(a.token_logsumexps, b.token_logsumexps)).max() < 5e-3
+        assert a.neutral_logprob == pytest.approx(b.neutral_logprob, abs=5e-3 * a.n_tokens)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen35", "deepseek3"])

@@ -396,6 +396,9 @@ def test_a_limit_on_the_prompt(tiny: Path) -> None:
         assert last(engine.answer({"id": 1, "op": "generate", "prompt": "Hello"}))["usage"]["completion_tokens"] == 2
         error = last(engine.answer({"id": 2, "op": "generate", "prompt": "Hello there"}))
         assert error["code"] == "context_overflow" and "at most 3" in error["message"]
+        ask = {"id": 6, "op": "score", "prompt": "a", "candidates": ["b"], "neutral": "Hello there"}
+        error = last(engine.answer(ask))
+        assert (error["code"], error["field"]) == ("context_overflow", "neutral") and "at most 3" in error["message"]
         assert last(engine.answer({"id": 3, "op": "generate", "prompt": "a", "max_tokens": 3}))["field"] == "max_tokens"
         engine.send({"id": 4, "op": "tokenize", "text": "x" * 200})
         error = engine.event()

@@ -79,8 +79,8 @@ def run(arguments: Namespace, trace: "Trace | None" = None) -> int:
         warn(engine.tokenizer)
         backend = engine.backend
     if scores.healed:
-        last = "token" if scores.healed == 1 else f"{scores.healed} tokens"
-        say(f"the prompt's last {last} merged with a candidate and was scored with each (healed)")
+        last = "token merges" if scores.healed == 1 else f"{scores.healed} tokens merge"
+        say(f"the prompt's last {last} with a candidate, and each is scored with that (healed)")
     if arguments.verbose:
         n = sum(candidate.n_tokens for candidate in scores.candidates)
         say(f"{scores.prompt_tokens} tokens of prompt, {n} of candidates behind it")

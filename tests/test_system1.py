@@ -59,11 +59,10 @@ def test_lines_have_every_number(smollm2: Path) -> None:
 
 def test_what_was_made_into_other_tokens_is_said(smollm2: Path) -> None:
     plain = system1(smollm2, "The capital of France is ", "-a", "Paris", "-a", "London")
-    assert (
-        plain.stderr == b"reflex: the prompt's last token merged with a candidate and was scored with each (healed)\n"
-    )
+    said = b"reflex: the prompt's last token merges with a candidate, and each is scored with that (healed)\n"
+    assert plain.stderr == said
     best = system1(smollm2, "The capital of France is ", "-a", "Paris", "-a", "London", "--best")
-    assert (best.stdout, best.stderr) == (b"Paris", plain.stderr)
+    assert (best.stdout, best.stderr) == (b"Paris", said)
 
 
 def test_broken_weights_are_an_error(smollm2: Path, tmp_path: Path) -> None:

@@ -209,7 +209,8 @@ def decisions(executor: CudaExecutor, n: int = 1) -> None:
 @pytest.mark.parametrize("name", ["qwen3", "qwen35", "deepseek3"])
 def test_a_decision_that_comes_again_asks_little_of_the_driver(fake: Fake, kernels, fixtures: Path, name: str) -> None:
     """Before the pass one copy of all that it takes, and one call where states begin anew; behind it a copy of the
-    targets. The answer is no copy. Ancestors of a tree too large for that lie apart."""
+    targets, whose log-probabilities and the sums of rows are no copy. Ancestors of a tree too large for that lie
+    apart."""
     with GGUF.open(fixtures / "exact" / f"{name}-f16.gguf") as gguf:
         executor = opened(fake, (gguf, archs.build(gguf)))
         decisions(executor, 5)
@@ -220,7 +221,7 @@ def test_a_decision_that_comes_again_asks_little_of_the_driver(fake: Fake, kerne
         assert names == [
             *["cuMemsetD8Async"] * (name == "qwen35"),
             *("cuMemcpyHtoDAsync_v2", "cuGraphLaunch"),
-            *("cuMemcpyHtoDAsync_v2", "score_parts", "score_rows", "cuStreamSynchronize"),
+            *("cuMemcpyHtoDAsync_v2", "score_parts", "score_rows", "score_rows", "cuStreamSynchronize"),
         ]
         executor.score(*big_tree(65))
         small, large = executor._places.ancestors, executor._places.parents

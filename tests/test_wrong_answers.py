@@ -51,6 +51,16 @@ def test_every_number_is_the_independent_one(engine: Engine, item: dict[str, Any
     assert result.best.text == item["right"]
 
 
+@of("none")
+def test_what_a_neutral_context_takes_off(engine: Engine, item: dict[str, Any]) -> None:
+    """The header of an answer without a chat, whose control token is one."""
+    result = scored(engine, item, normalize="pmi", neutral=item["neutral"])
+    for candidate, choice in zip(result.candidates, item["choices"], strict=True):
+        assert candidate.neutral_logprob == pytest.approx(sum(choice["neutral"]), abs=2e-4)
+        expected = sum(choice["logprobs"]) - sum(choice["neutral"])
+        assert candidate.score == pytest.approx(expected, abs=4e-4)
+
+
 def test_every_mistake_is_known() -> None:
     wrong = [item for item in ITEMS if item["mistake"] != "none"]
     kinds = {"raw logits", "greedy", "mean", "tokens apart", "no tokens", "a row early", "a space between"}

@@ -1,8 +1,9 @@
 // Log-probabilities of chosen tokens: of rows of logits, in two launches.
 //
-//     out[j] = logits[targets[j]] - ln(sum over t of exp(logits[t]))     for j in [first[row], first[row + 1])
+//     log_sums[row] = ln(sum over t of exp(logits[row][t]))
+//     out[j] = logits[row][targets[j]] - log_sums[row]     for j in [first[row], first[row + 1])
 //
-// logits (rows, n_vocab) float32, contiguous; first (rows + 1) and targets int32; out float32.
+// logits (rows, n_vocab) float32, contiguous; first (rows + 1) and targets int32; out and log_sums float32.
 //
 // A decision has one row or few, and with a block a row the loads of as few multiprocessors would be all. So score_parts
 // has a block for every PART logits of a row, grid (parts, rows), which leaves their peak m and the sum of exp(x - m) in
@@ -35,7 +36,7 @@ extern "C" __global__ void score_parts(float2 *parts, const float *logits, int n
     if (threadIdx.x == 0) parts[blockIdx.y * gridDim.x + blockIdx.x] = make_float2(peak, sum);
 }
 
-extern "C" __global__ void score_rows(float *out, const float2 *parts, int n_parts, const float *logits, const int *first, const int *targets, int n_vocab) {
+extern "C" __global__ void score_rows(float *out, float *log_sums, const float2 *parts, int n_parts, const float *logits, const int *first, const int *targets, int n_vocab) {
     __shared__ float room[WARP];
     let_successor_start();
     wait_for_predecessor();
@@ -48,6 +49,7 @@ extern "C" __global__ void score_rows(float *out, const float2 *parts, int n_par
     for (int i = threadIdx.x; i < n_parts; i += blockDim.x) sum += own[i].y * expf(own[i].x - peak);
     sum = block_sum(sum, room);
     float log_sum = logf(sum);
+    if (threadIdx.x == 0) log_sums[blockIdx.x] = peak + log_sum;
     for (int j = first[blockIdx.x] + threadIdx.x; j < first[blockIdx.x + 1]; j += blockDim.x)
         out[j] = row[targets[j]] - peak - log_sum;
 }

@@ -221,7 +221,7 @@ def test_a_decision_that_comes_again_asks_little_of_the_driver(fake: Fake, kerne
         assert names == [
             *["cuMemsetD8Async"] * (name == "qwen35"),
             *("cuMemcpyHtoDAsync_v2", "cuGraphLaunch"),
-            *("cuMemcpyHtoDAsync_v2", "score_parts", "score_rows", "score_rows", "cuStreamSynchronize"),
+            *("cuMemcpyHtoDAsync_v2", "score_parts", "score_rows", "cuStreamSynchronize"),
         ]
         executor.score(*big_tree(65))
         small, large = executor._places.ancestors, executor._places.parents
@@ -324,7 +324,7 @@ def test_a_tree_is_one_step_where_memory_holds_it(fake: Fake, kernels, fixtures:
         need = tree_bytes(executor._lowering, 0, 0, n)
         assert before - after <= need + (8 << 20)  # cache by granules, the targets
         rows = [line for line in fake.log if line.startswith("cuLaunchKernelEx score_rows")]
-        assert len(rows) == 2 * -(-len(targets) // HEAD_ROWS)  # for log-probabilities, and for the rows' sums
+        assert len(rows) == -(-len(targets) // HEAD_ROWS)
         assert sum(line.startswith("cuLaunchKernelEx rope_table") for line in fake.log) == 1
         executor.close()
         fake.reset()

@@ -53,9 +53,8 @@ def mask_of(step: Step) -> bytearray:
 
 
 def score_bytes(n_rows: int, n_targets: int, n_vocab: int) -> int:
-    """The room that `log_probabilities` takes: sums of parts of rows, where rows' targets begin, targets, answers; and
-    the last three again, of one target a row."""
-    return 8 * n_rows * -(-n_vocab // _PART) + 4 * (n_rows + 1 + 2 * n_targets) + 4 * (3 * n_rows + 1)
+    """The room that `log_probabilities` takes: sums of parts of rows, where rows' targets begin, targets, answers."""
+    return 8 * n_rows * -(-n_vocab // _PART) + 4 * (2 * n_rows + 1 + 2 * n_targets)
 
 
 def log_probabilities(
@@ -70,8 +69,6 @@ def log_probabilities(
     """Of each row's target tokens, and the ln of each row's sum of exp, by the (rows, n_vocab) float32 logits at an
     address; `at` is room for it. Waits.
 
-    The sum's is the log-probability of a logit of 0, negated: the last kernel runs again with a zero for every row.
-
     `answers`: page-locked memory. Where it holds all that is found, the kernel writes there, and there is no copy to
     wait for.
     """
@@ -79,20 +76,19 @@ def log_probabilities(
     starts = [0]
     for row in targets:
         starts.append(starts[-1] + len(row))
+    words = Struct(f"<{len(starts)}i{n_targets}i").pack(*starts, *(token for row in targets for token in row))
     n_answers = n_targets + n_rows
-    tokens = (token for row in targets for token in row)
-    words = Struct(f"<{n_answers + 2 * n_rows + 2}i").pack(*starts, *tokens, *range(n_rows + 1), *[0] * n_rows)
     first = at + 8 * n_rows * n_parts
-    wanted = first + 4 * len(starts)
-    each = wanted + 4 * n_targets
-    zeros = each + 4 * len(starts)  # as targets and, since the bits are the same, as logits
     mail = answers if answers is not None and 4 * n_answers <= answers.size else None
     out = first + len(words) if mail is None else mail.device_address
     stream.to_device(first, words)
     for name, grid, arguments in (
         ("score_parts", (n_parts, n_rows, 1), [at, logits, n_vocab]),
-        ("score_rows", (n_rows, 1, 1), [out, at, n_parts, logits, first, wanted, n_vocab]),
-        ("score_rows", (n_rows, 1, 1), [out + 4 * n_targets, at, n_parts, zeros, each, zeros, 0]),
+        (
+            "score_rows",
+            (n_rows, 1, 1),
+            [out, out + 4 * n_targets, at, n_parts, logits, first, first + 4 * len(starts), n_vocab],
+        ),
     ):
         kernels.function(name).prepare(grid, (_THREADS, 1, 1), arguments, stream)()
     numbers = Struct(f"<{n_answers}f")
@@ -101,4 +97,4 @@ def log_probabilities(
     else:
         stream.synchronize()
         values = numbers.unpack_from(mail.view)
-    return [list(values[start:stop]) for start, stop in pairwise(starts)], [-value for value in values[n_targets:]]
+    return [list(values[start:stop]) for start, stop in pairwise(starts)], list(values[n_targets:])

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from reflex_ipc.environment import complete_site
-from reflex_ipc.errors import InvalidRequestError, UnsupportedModelError
+from reflex_ipc.errors import InvalidRequestError
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.plan import Plan, Step
 from reflex_ipc.sampler import Sampled, Sampler
@@ -77,10 +77,7 @@ def start_driver(backend: str, device: int) -> "Opening | None":
     if backend == "cpu" or (backend == "auto" and not any(os.path.exists(node) for node in DEVICE_NODES)):
         return None
     from reflex_ipc.cuda import device as cuda
-    from reflex_ipc.cuda.launch import shipped
 
-    if backend == "auto" and not shipped():
-        return None
     return cuda.start_driver(device)
 
 
@@ -94,7 +91,11 @@ def make_executor(
     progress: Progress | None,
     trace: "Trace | None",
 ) -> tuple[Executor, str, str | None]:
-    """The executor that `backend` names, the name of what was chosen, and why, where that is not the device."""
+    """The executor that `backend` names, the name of what was chosen, and why, where that is not the device.
+
+    "auto" takes the CPU where no device can be used, and only there: with one that can be, a package without kernels
+    for it (DeviceError) and a model that the kernels cannot run (UnsupportedModelError) are errors.
+    """
     why: str | None = None
     if opening is not None:
         from reflex_ipc.cuda.driver import NoDeviceError
@@ -102,13 +103,12 @@ def make_executor(
 
         try:
             return CudaExecutor(gguf, plan, n_ctx, progress=progress, opening=opening, trace=trace), "cuda", None
-        except (NoDeviceError, UnsupportedModelError) as error:
-            opening.close()
+        except NoDeviceError as error:
             if backend == "cuda":
                 raise
             why = str(error)
     elif backend == "auto":
-        why = "no NVIDIA device" if not any(map(os.path.exists, DEVICE_NODES)) else "this package has no kernels"
+        why = "no NVIDIA device"
     complete_site()
     from reflex_ipc.reference import memory
 

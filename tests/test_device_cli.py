@@ -3,6 +3,7 @@
 One line on stderr, the exit code of its kind, and nothing left with the driver.
 """
 
+import math
 import os
 import shutil
 import subprocess
@@ -10,15 +11,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fakecuda import ROOT, library
+from gguf_bytes import read_plainly
+from legacy_file import IDS, put_together
 
 from reflex_ipc.cuda.launch import LIB
 
 KERNELS = Path(LIB) / "sm_90a" / "kernels.txt"
 pytestmark = pytest.mark.skipif(not KERNELS.exists(), reason="the kernels are not built: kernels/build.py all")
 
-DEVICE, MODEL_FILE, MEMORY = 5, 3, 6
+DEVICE, MODEL_FILE, UNSUPPORTED, MEMORY = 5, 3, 4, 6
 
 # A device node that is there, or the absence of one would be all that "auto" asks about; and the upload's ring,
 # whatever the machine.
@@ -39,6 +43,11 @@ def shrink(self, device, base):
     os.truncate(sys.argv[2], os.path.getsize(sys.argv[2]) // 2)
     start(self, device, base)
 Upload.start = shrink
+"""
+
+WITHOUT_KERNELS = """
+from reflex_ipc.cuda import launch
+launch.shipped = lambda lib: []
 """
 
 
@@ -120,6 +129,41 @@ def test_no_usable_device(reflex, how: dict[str, object], words: str):
     instead = reflex(backend="auto", **how)
     assert instead.code == 0 and instead.out
     assert instead.err.count("\n") == 1 and words in instead.err and "running on the CPU" in instead.err
+
+
+NO_DEVICE = {"visible": ""}
+
+
+@pytest.mark.parametrize("backend", ["cuda", "auto"])
+def test_a_package_without_kernels(reflex, backend: str):
+    """A device that could be used is not passed over in silence; without one, kernels are nobody's business."""
+    result = reflex(backend=backend, before=WITHOUT_KERNELS)
+    assert result.code == DEVICE
+    is_one_line(result, "installed without kernels", "REFLEX_CUDA=native", "--backend cpu")
+    instead = reflex(backend="auto", before=WITHOUT_KERNELS, **NO_DEVICE)
+    assert instead.code == 0 and instead.out
+    assert "CUDA_VISIBLE_DEVICES is ''" in instead.err and "running on the CPU" in instead.err
+
+
+def test_a_model_that_the_kernels_cannot_run(reflex, tmp_path: Path):
+    """A norm's weight as F16: an error where there is a device, whose remedy works; none where there is none."""
+    model = tmp_path / "m.gguf"
+    raw = model.read_bytes()
+    metadata, tensors = read_plainly(raw)
+    made = {
+        n: (t, ne, raw[at : at + math.prod(ne) * (4 if t == IDS["F32"] else 2)]) for n, (t, ne, at) in tensors.items()
+    }
+    number, ne, content = made["blk.0.attn_norm.weight"]
+    assert number == IDS["F32"]
+    halves = np.frombuffer(content, np.float32).astype(np.float16).tobytes()
+    put_together(metadata, {**made, "blk.0.attn_norm.weight": (IDS["F16"], ne, halves)}, model)
+    for backend in ("cuda", "auto"):
+        result = reflex(backend=backend)
+        assert result.code == UNSUPPORTED
+        is_one_line(result, "blk.0.attn_norm.weight is F16", "--backend cpu")
+    on_cpu, instead = reflex(backend="cpu"), reflex(backend="auto", **NO_DEVICE)
+    assert on_cpu.code == instead.code == 0 and on_cpu.out == instead.out != ""
+    assert on_cpu.err == "" and "running on the CPU" in instead.err
 
 
 def test_a_model_that_does_not_fit(reflex):

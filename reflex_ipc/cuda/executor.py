@@ -21,7 +21,7 @@ from reflex_ipc.cuda.routed import RoutedFirst
 from reflex_ipc.cuda.sampling import CONTROL, Sampling
 from reflex_ipc.cuda.upload import Upload
 from reflex_ipc.cuda.weights import Weights
-from reflex_ipc.errors import CancelledError, DeadlineError, OutOfMemoryError, ReflexError, go_on
+from reflex_ipc.errors import CancelledError, DeadlineError, OutOfMemoryError, ReflexError, UnsupportedModelError, go_on
 from reflex_ipc.ops import ExpertLinear, scope
 from reflex_ipc.plan import Step
 from reflex_ipc.stamps import stamp
@@ -68,8 +68,8 @@ class CudaExecutor:
     progress: called with ("weights", bytes done, bytes in all) until all weights are there; without it the constructor
     returns while they are still coming. trace: takes when layers arrived and were computed.
 
-    Raises UnsupportedModelError when a kernel is missing, before anything is done; NoDeviceError when there is no
-    usable device; OutOfMemoryError, with the sum, before anything is copied.
+    Raises NoDeviceError when there is no usable device; UnsupportedModelError when a kernel is missing, before anything
+    is read; OutOfMemoryError, with the sum, before anything is copied.
     """
 
     def __init__(
@@ -100,8 +100,12 @@ class CudaExecutor:
         self._has_asked = False  # for room for them
         upload: Upload | None = None
         try:
-            lower.check(plan)
             opening = opening or start_driver(index)
+            try:
+                lower.check(plan)
+            except UnsupportedModelError:
+                opening.wait()  # of what is missing, a device is said first
+                raise
             weights = Weights(gguf, plan, apart=experts_first and progress is None)
             upload = Upload(weights.size, early=opening.early_upload(gguf), library=opening.native)
             upload.order(weights.groups, weights.experts)

@@ -18,7 +18,7 @@ from struct import error as StructError
 from time import monotonic_ns
 
 from reflex_ipc.cuda import LIB
-from reflex_ipc.cuda.driver import INVALID_VALUE, LaunchAttribute, LaunchConfig, NoDeviceError
+from reflex_ipc.cuda.driver import INVALID_VALUE, LaunchAttribute, LaunchConfig
 from reflex_ipc.cuda.memory import Resource
 from reflex_ipc.errors import DeviceError
 from reflex_ipc.stamps import stamp
@@ -105,19 +105,19 @@ class Kernels:
     """The kernels of one device. `target` is the build it runs.
 
     `REFLEX_FORCE_PTX=1` takes the PTX where a cubin would do: what the tests do to trust the fallback.
-    Raises `NoDeviceError` when the package has no kernels, or none for this device.
+    Raises `DeviceError` when the package has no kernels, or none for this device.
     """
 
     def __init__(self, device: "Device", lib: str = LIB) -> None:
         targets = shipped(lib)
         if not targets:
-            raise NoDeviceError(
+            raise DeviceError(
                 "this package was installed without kernels; install it with REFLEX_CUDA=native, or use --backend cpu"
             )
         capability = ".".join(map(str, device.capability))
         target = choose(device.capability, targets, os.environ.get("REFLEX_FORCE_PTX") == "1")
         if target is None:
-            raise NoDeviceError(
+            raise DeviceError(
                 f"device {device.index} has compute capability {capability}, and this package has kernels for "
                 f"{', '.join(targets)} only; install it with REFLEX_CUDA=native, or use --backend cpu"
             )

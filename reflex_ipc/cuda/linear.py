@@ -166,7 +166,8 @@ def matvec(
     columns = (room // 4 if is_float else room * 2 // 5) // 256 * 256  # that fit shared memory
     if columns <= 0 or (swiglu and x.width > columns):
         raise UnsupportedModelError(
-            f"rows of {x.width} elements of {kinds[0]} do not fit {limits.shared_per_block} bytes of shared memory"
+            f"rows of {x.width} elements of {kinds[0]} do not fit {limits.shared_per_block} bytes of shared memory; "
+            "use --backend cpu"
         )
     slots = x.n * (experts.n_used if experts else 1)
     tiles = [(m.n_out, FORMATS[m.type].rows // (2 if swiglu else 1)) for m in (matrices[:1] if swiglu else matrices)]

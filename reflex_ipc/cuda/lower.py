@@ -37,26 +37,30 @@ _PREFILL = Struct(f"<4Q{CACHE_BYTES}s2if3i")
 
 
 def check(plan: "Plan") -> None:
-    """Raise UnsupportedModelError for a model that the kernels cannot run."""
+    """Raise UnsupportedModelError for a model that the kernels cannot run, naming the remedy where there is one."""
     for op in plan.ops:
-        if type(op) not in _METHODS:
-            raise UnsupportedModelError(f"op {op.name} ({type(op).__name__}) has no CUDA kernel yet")
-        if why := families.refusal(plan, op):
-            raise UnsupportedModelError(f"op {op.name} {why}")
-        if isinstance(op, ops.Attention):
-            for width, what in ((op.k.width, "keys"), (op.v.width, "values")):
-                d = width // op.n_head_kv
-                if d % 8 or d > LARGEST_HEAD:
-                    raise UnsupportedModelError(
-                        f"op {op.name} has {what} of {d} numbers; CUDA kernels take multiples of 8 up to {LARGEST_HEAD}"
-                    )
+        if why := _refusal(plan, op):
+            raise UnsupportedModelError(f"op {op.name} {why}; --backend cpu runs it")
         for name in ops.weights(op):
             kind = plan.weights[name].type.name
-            if name in _matrices(op):
-                if kind not in FORMATS:
-                    raise UnsupportedModelError(f"tensor {name} is {kind}, which has no CUDA kernel")
-            elif kind != "F32":
-                raise UnsupportedModelError(f"tensor {name} is {kind}; the CUDA kernels take F32 there")
+            if kind not in FORMATS:
+                raise UnsupportedModelError(f"tensor {name} is {kind}, which nothing here computes with")
+            if kind != "F32" and name not in _matrices(op):
+                raise UnsupportedModelError(
+                    f"tensor {name} is {kind}; the CUDA kernels take F32 there, --backend cpu any type"
+                )
+
+
+def _refusal(plan: "Plan", op: "ops.Op") -> str | None:
+    """Why the kernels cannot run this op, or None."""
+    if type(op) not in _METHODS:
+        return f"({type(op).__name__}) has no CUDA kernel yet"
+    if isinstance(op, ops.Attention):
+        for width, what in ((op.k.width, "keys"), (op.v.width, "values")):
+            d = width // op.n_head_kv
+            if d % 8 or d > LARGEST_HEAD:
+                return f"has {what} of {d} numbers; CUDA kernels take multiples of 8 up to {LARGEST_HEAD}"
+    return families.refusal(plan, op)
 
 
 def _matrices(op: "ops.Op") -> "tuple[str, ...]":

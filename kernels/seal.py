@@ -1,9 +1,10 @@
 """The seal: which sources the tests on a device have vouched for.
 
 CI has no device. `pytest -m gpu` on a machine with one writes tests/gpu/verified.json when everything passed: the hash
-of every file it vouches for, the tests, device and driver. It is complete when the suite passed twice, with the cubins
-and with `REFLEX_FORCE_PTX=1`. Where no device could be had, tests/gpu/pending.json names what changed since, and why it
-stands unverified: CI accepts that, `reflex doctor` and the README show it, and it is the first thing to clear.
+of every file it vouches for, the tests that passed, those that were skipped and why, device and driver. It is complete
+when the suite passed twice, with the cubins and with `REFLEX_FORCE_PTX=1`. Where no device could be had,
+tests/gpu/pending.json names what changed since, and why it stands unverified: CI accepts that, `reflex doctor` and the
+README show it, and it is the first thing to clear.
 
     python kernels/seal.py                   say what is vouched for and what is not
     python kernels/seal.py pending "why"     write pending.json
@@ -12,7 +13,7 @@ stands unverified: CI accepts that, `reflex doctor` and the README show it, and 
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,18 +88,34 @@ class Seal:
         return None
 
     def status(self) -> dict[str, Any]:
-        """For the manifest: {"state": "verified", "device", "driver"} or {"state": "pending", "why", "files"}."""
+        """For the manifest: {"state": "verified", "device", "driver", "runs"}, of each run how many tests passed, and
+        how many were skipped by reason; or {"state": "pending", "why", "files"}."""
         changed, pending = self.changed(), self._read(self.pending_path)
         if changed or self.missing_runs():
             return {"state": "pending", "why": pending.get("why", "not said"), "files": changed}
-        run = self._read(self.verified_path)["runs"]["cubin"]
-        return {"state": "verified", "device": run["device"], "driver": run["driver"]}
+        runs = self._read(self.verified_path)["runs"]
+        counts = {
+            name: {"passed": len(run["tests"]), "skipped": {why: len(left) for why, left in run["skipped"].items()}}
+            for name, run in runs.items()
+        }
+        return {
+            "state": "verified",
+            "device": runs["cubin"]["device"],
+            "driver": runs["cubin"]["driver"],
+            "runs": counts,
+        }
 
-    def record(self, run: str, tests: Sequence[str], device: str, driver: str, skipped: Sequence[str] = ()) -> None:
-        """A whole run of the suite passed on the files as they are, but for what this device cannot do."""
+    def record(
+        self, run: str, tests: Sequence[str], device: str, driver: str, skipped: Mapping[str, str] | None = None
+    ) -> None:
+        """A whole run of the suite passed on the files as they are, but for the tests that were skipped: name -> why,
+        kept as why -> names."""
         files, old = self.hashes(), self._read(self.verified_path)
         runs = old.get("runs", {}) if old.get("files") == files else {}
-        runs[run] = {"device": device, "driver": driver, "tests": sorted(tests), "skipped": sorted(skipped)}
+        left_out: dict[str, list[str]] = {}
+        for name, why in sorted((skipped or {}).items()):
+            left_out.setdefault(why, []).append(name)
+        runs[run] = {"device": device, "driver": driver, "tests": sorted(tests), "skipped": left_out}
         self._write(self.verified_path, {"files": files, "runs": runs})
         if not self.missing_runs():
             self.pending_path.unlink(missing_ok=True)

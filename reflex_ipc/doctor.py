@@ -1,6 +1,7 @@
 """`reflex doctor`: what a start on this machine will meet, each point with a remedy.
 
-Nothing here is on the start-up path. Each check is a line: ok, a note (works, but not as well as it could), or FAIL.
+Nothing here is on the start-up path. Each check is a line: ok, a note (works, but not as well as it could), FAIL, or
+skip, for what only an open device could say where there is none. The lines are the same ones on every machine.
 """
 
 import ctypes
@@ -13,16 +14,18 @@ from typing import Any, NamedTuple
 
 from reflex_ipc.cuda import LIB, native
 from reflex_ipc.cuda.device import Device
-from reflex_ipc.cuda.driver import LIBRARY, Driver, gib
+from reflex_ipc.cuda.driver import LIBRARY, NO_DEVICE, OPTIONAL, PROTOTYPES, Driver, gib
 from reflex_ipc.cuda.launch import Kernels, choose, shipped
 from reflex_ipc.cuda.upload import BUFFERS, CHUNK, THREADS
 from reflex_ipc.environment import usable_cpus
 from reflex_ipc.errors import CheckFailedError, ReflexError
 from reflex_ipc.terminal import write
 
-OK, NOTE, FAIL = "ok", "note", "FAIL"
+OK, NOTE, FAIL, SKIP = "ok", "note", "FAIL", "skip"
 NVML = "libnvidia-ml.so.1"
 RING = THREADS * BUFFERS * CHUNK
+RAISE_LIMIT = "raise it: ulimit -l, LimitMEMLOCK= of the service, --ulimit memlock=-1 of the container"
+ENERGY_NEEDS = "only energy figures need it; containers want the driver's utility capability"
 
 
 class Check(NamedTuple):
@@ -55,23 +58,49 @@ def run(as_json: bool, index: int = 0, library: str = LIBRARY, nvml: str = NVML,
 
 
 def examine(index: int = 0, library: str = LIBRARY, nvml: str = NVML, lib: str = LIB) -> list[Check]:
-    """Every check that makes sense here: without a driver, those of the device are left out."""
-    checks = [_kernels(lib), *_package(lib)]
+    """Every check; of the device, whatever can be said without one."""
+    package = [_kernels(lib), *_package(lib)]
+
+    def without(missing: str, *first: Check) -> list[Check]:
+        return [*first, *package, *_without_device(missing, nvml, lib)]
+
     try:
-        device = Device(index, Driver(library))
+        cu = Driver(library)
+        for name in PROTOTYPES.keys() - OPTIONAL:
+            getattr(cu, name)
     except ReflexError as error:
-        return [_failed("driver", error), *checks, _cores()]
+        return without("driver", _failed("driver", error), _skipped("device", "driver"))
+    try:
+        device = Device(index, cu)
+    except ReflexError as error:
+        if cu.cuInit(0) not in (0, NO_DEVICE):  # it says the same every time
+            return without("driver", _failed("driver", error), _skipped("device", "driver"))
+        return without("device", _tried("driver", lambda: _driver(cu, nvml)), _failed("device", error))
     with device:
         return [
-            _tried("driver", lambda: _driver(device, nvml)),
+            _tried("driver", lambda: _driver(cu, nvml, device)),
             _tried("device", lambda: _device(device)),
-            *checks,
+            *package,
             _tried("build", lambda: _build(device, lib)),
             _tried("memory", lambda: _memory(device)),
             _tried("locked memory", lambda: _locked_memory(device)),
             _cores(),
             _tried("energy", lambda: _energy(device, nvml)),
         ]
+
+
+def _without_device(missing: str, nvml: str, lib: str) -> list[Check]:
+    """The checks of an open device where the one named `missing` has failed."""
+    build = _skipped("build", missing)
+    if fallback := _fallback(shipped(lib)):
+        build = build._replace(detail=f"{build.detail}; {fallback}", figures={"target": None, "jit": None})
+    counter = _loaded(nvml)
+    energy = counter if isinstance(counter, Check) else _skipped("energy", missing)
+    return [build, _skipped("memory", missing), _limit(), _cores(), energy]
+
+
+def _skipped(name: str, missing: str) -> Check:
+    return Check(name, SKIP, f"not known without a {missing}", f"first what `{missing}` needs")
 
 
 def _tried(name: str, check: Callable[[], Check]) -> Check:
@@ -86,16 +115,18 @@ def _failed(name: str, error: ReflexError) -> Check:
     return Check(name, FAIL, what, remedy or "`nvidia-smi` and `dmesg` may say more")
 
 
-def _driver(device: Device, nvml: str) -> Check:
-    version = device.cu.version()
+def _driver(cu: Driver, nvml: str, device: Device | None = None) -> Check:
+    version = cu.version()
     figures: dict[str, Any] = {"cuda": list(version)}
     detail = f"supports CUDA {version[0]}.{version[1]}"
     if release := _release(nvml):
         figures["release"] = release
         detail = f"{release}, {detail}"
-    start = 1e3 * (device.times["context"] - device.times["begin"])
-    figures["start_ms"] = round(start, 1)
-    return Check("driver", OK, f"{detail}; driver and context were up after {start:.0f} ms", figures=figures)
+    if device is not None:
+        start = 1e3 * (device.times["context"] - device.times["begin"])
+        figures["start_ms"] = round(start, 1)
+        detail += f"; driver and context were up after {start:.0f} ms"
+    return Check("driver", OK, detail, figures=figures)
 
 
 def _device(device: Device) -> Check:
@@ -116,6 +147,12 @@ def _kernels(lib: str) -> Check:
         remedy = "install it with REFLEX_CUDA=native where the device is, or REFLEX_CUDA=all for any"
         return Check("kernels", FAIL, "this package was installed without kernels", remedy, {"targets": []})
     return Check("kernels", OK, f"for {', '.join(targets)}", figures={"targets": targets})
+
+
+def _fallback(targets: list[str]) -> str:
+    """What a device does that none of the cubins is for, or "" where there is nothing for one."""
+    ptx = [target for target in targets if target.startswith("compute_")]
+    return f"for one without kernels the driver compiles PTX ({', '.join(ptx)}), which takes long" if ptx else ""
 
 
 def _package(lib: str) -> list[Check]:
@@ -139,12 +176,22 @@ def _package(lib: str) -> list[Check]:
     verification = manifest["verification"]
     if verification["state"] == "verified":
         detail = f"these sources passed on {verification['device']}, driver {verification['driver']}"
+        detail += "".join(f"; {left_out}" for left_out in _left_out(verification["runs"]))
         checks.append(Check("verified", OK, detail, figures={"verification": verification}))
     else:
         detail = f"{len(verification['files'])} source files have not been tested on a device: {verification['why']}"
         remedy = "in a checkout, on a machine with a device: pytest -m gpu"
         checks.append(Check("verified", NOTE, detail, remedy, {"verification": verification}))
     return checks
+
+
+def _left_out(runs: dict[str, Any]) -> list[str]:
+    """Which tests the sealed runs skipped, and why."""
+    return [
+        f"{count} of {run['passed'] + sum(run['skipped'].values())} tests skipped with {name}: {reason}"
+        for name, run in sorted(runs.items())
+        for reason, count in sorted(run["skipped"].items())
+    ]
 
 
 def _size(path: str) -> int:
@@ -181,13 +228,23 @@ def _memory(device: Device) -> Check:
     return Check("memory", OK, detail, figures=figures)
 
 
+def _limit() -> Check:
+    """The limit of locked memory, against what an upload page-locks."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY:
+        return Check("locked memory", OK, "limit unlimited", figures={"limit": None, "ring": RING})
+    figures = {"limit": limit, "ring": RING}
+    if limit < RING:
+        return Check("locked memory", NOTE, f"limit {gib(limit)}, of {gib(RING)} for an upload", RAISE_LIMIT, figures)
+    return Check("locked memory", OK, f"limit {gib(limit)}", figures=figures)
+
+
 def _locked_memory(device: Device) -> Check:
-    """Page-lock as much as an upload does."""
+    """Page-lock as much as an upload does: drivers differ in whether the limit binds them."""
     import mmap
 
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    said = "unlimited" if limit == resource.RLIM_INFINITY else gib(limit)
-    figures = {"limit": None if limit == resource.RLIM_INFINITY else limit, "ring": RING}
+    _, _, said, _, figures = _limit()
+    said = said.partition(",")[0]
     ring = mmap.mmap(-1, RING)
     view = (ctypes.c_char * RING).from_buffer(ring)
     address = ctypes.addressof(view)
@@ -195,15 +252,11 @@ def _locked_memory(device: Device) -> Check:
     code = device.cu.cuMemHostRegister_v2(address, RING, 0)
     milliseconds = 1e3 * (time.monotonic() - began)
     if code:
-        remedy = "raise it: ulimit -l, LimitMEMLOCK= of the service, --ulimit memlock=-1 of the container"
         name, _ = device.cu.describe(code)
-        return Check(
-            "locked memory", FAIL, f"{gib(RING)} cannot be page-locked: {name}; the limit is {said}", remedy, figures
-        )
+        detail = f"{gib(RING)} cannot be page-locked: {name}; {said}"
+        return Check("locked memory", FAIL, detail, RAISE_LIMIT, figures)
     device.cu.check(device.cu.cuMemHostUnregister(address), "giving back page-locked memory")
-    return Check(
-        "locked memory", OK, f"limit {said}; {gib(RING)} page-locked in {milliseconds:.0f} ms", figures=figures
-    )
+    return Check("locked memory", OK, f"{said}; {gib(RING)} page-locked in {milliseconds:.0f} ms", figures=figures)
 
 
 def _cores() -> Check:
@@ -217,19 +270,25 @@ def _cores() -> Check:
 
 def _energy(device: Device, nvml: str) -> Check:
     """NVML's counter of joules, which `reflex bench` reads."""
-    remedy = "only energy figures need it; containers want the driver's utility capability"
-    try:
-        library = ctypes.CDLL(nvml)
-    except OSError as error:
-        return Check("energy", NOTE, f"no NVML: {error}", remedy)
+    library = _loaded(nvml)
+    if isinstance(library, Check):
+        return library
     handle, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
     code = library.nvmlInit_v2()
     code = code or library.nvmlDeviceGetHandleByPciBusId_v2(device.bus_id().encode(), ctypes.byref(handle))
     code = code or library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules))
     if code:
-        return Check("energy", NOTE, f"this device has no energy counter (NVML error {code})", remedy)
+        return Check("energy", NOTE, f"this device has no energy counter (NVML error {code})", ENERGY_NEEDS)
     joules = millijoules.value / 1e3
     return Check("energy", OK, f"counter at {joules:.0f} J", figures={"joules": joules})
+
+
+def _loaded(nvml: str) -> ctypes.CDLL | Check:
+    """NVML, or what is to be said where there is none."""
+    try:
+        return ctypes.CDLL(nvml)
+    except OSError as error:
+        return Check("energy", NOTE, f"no NVML: {error}", ENERGY_NEEDS)
 
 
 def _release(nvml: str) -> str:

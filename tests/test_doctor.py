@@ -1,6 +1,7 @@
 """`reflex doctor` against the fake driver: every point passes where it should, fails where it should, with a remedy."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -24,7 +25,8 @@ def lib(tmp_path: Path) -> Path:
     built = native_part()
     shutil.copy(built, lib / "early.so")
     files = {str(p.relative_to(lib)): {"bytes": p.stat().st_size} for p in lib.rglob("*") if p.is_file()}
-    verification = {"state": "verified", "device": "H200", "driver": "580.1"}
+    runs = {"cubin": {"passed": 7, "skipped": {}}, "ptx": {"passed": 5, "skipped": {"no model": 2}}}
+    verification = {"state": "verified", "device": "H200", "driver": "580.1", "runs": runs}
     manifest = {"nvcc": "13.0.88", "kernels": {"scale": {}}, "files": files, "verification": verification}
     (lib / "manifest.json").write_text(json.dumps(manifest))
     return lib
@@ -48,7 +50,8 @@ def test_a_healthy_machine(fake: Fake, lib: Path, capfd: pytest.CaptureFixture[s
     assert checks["kernels"].figures == {"targets": ["compute_80", "sm_90a"]}
     assert checks["build"].detail.startswith("sm_90a: all 1 kernels load")
     assert checks["package"].detail == "1 kernels, built with CUDA 13.0.88"
-    assert checks["verified"].detail == "these sources passed on H200, driver 580.1"
+    skipped = "2 of 7 tests skipped with ptx: no model"
+    assert checks["verified"].detail == f"these sources passed on H200, driver 580.1; {skipped}"
     assert checks["memory"].detail == "1.00 GiB free of 1.00 GiB"
     assert "96.0 MiB page-locked" in checks["locked memory"].detail
     assert checks["energy"].figures == {"joules": 1234.567}
@@ -68,8 +71,8 @@ def test_no_driver_and_no_kernels(tmp_path: Path, capfd: pytest.CaptureFixture[s
     missing = str(tmp_path / "none.so")
     assert doctor.run(False, library=missing, nvml=missing, lib=str(tmp_path)) == 1
     out = capfd.readouterr().out
-    assert "FAIL  driver   no NVIDIA driver: " in out and "install one that supports CUDA 13" in out
-    assert "FAIL  kernels  this package was installed without kernels\n" in out and "REFLEX_CUDA=native" in out
+    assert "FAIL  driver         no NVIDIA driver: " in out and "install one that supports CUDA 13" in out
+    assert "FAIL  kernels        this package was installed without kernels\n" in out and "REFLEX_CUDA=native" in out
     assert doctor.run(True, library=missing, nvml=missing, lib=str(tmp_path)) == 1
     said = json.loads(capfd.readouterr().out)
     assert said["ok"] is False and said["checks"][0]["state"] == "fail" and said["checks"][0]["remedy"]
@@ -78,7 +81,7 @@ def test_no_driver_and_no_kernels(tmp_path: Path, capfd: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("settings", "name", "state", "detail", "remedy"),
     [
-        ({"devices": 0}, "driver", "FAIL", "shows no device", "--backend cpu"),
+        ({"devices": 0}, "device", "FAIL", "shows no device", "--backend cpu"),
         ({"major": 13}, "build", "note", "the driver compiles PTX (compute_80)", "REFLEX_CUDA=native"),
         ({"major": 7, "minor": 5}, "build", "FAIL", "none of the kernels run", "REFLEX_CUDA=native"),
         ({"registrable": 0}, "locked memory", "FAIL", "cannot be page-locked: CUDA_ERROR_NOT_SUPPORTED", "ulimit -l"),
@@ -89,6 +92,54 @@ def test_what_is_wrong_is_said(fake: Fake, lib: Path, settings, name, state, det
     fake.set(**settings)
     check = look(fake, lib)[name]
     assert check.state == state and detail in check.detail and remedy in check.remedy
+
+
+LINES = ["driver", "device", "kernels", "package", "verified", "build", "memory", "locked memory", "cores", "energy"]
+
+
+@pytest.mark.parametrize("limit", [-1, 64 << 10])
+def test_the_same_lines_everywhere(fake: Fake, lib: Path, tmp_path: Path, capfd, monkeypatch, limit: int):
+    """With a device, without one, without a driver, and with one that does not start or is too old."""
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda what: (limit, limit))
+
+    def lines(**options: object) -> dict[str, dict]:
+        options = {"library": fake.path, "nvml": fake.path, "lib": str(lib)} | options
+        code = doctor.run(False, **options)
+        text = capfd.readouterr().out
+        assert code == doctor.run(True, **options)
+        checks = json.loads(capfd.readouterr().out)["checks"]
+        assert [check["name"] for check in checks] == LINES
+        text = re.sub(r"[\d.]+ ms", "", text)
+        assert all(re.sub(r"[\d.]+ ms", "", check["detail"]) in text and check["remedy"] in text for check in checks)
+        assert all(check["remedy"] for check in checks if check["state"] in ("fail", "skip"))
+        found = {check["name"]: check for check in checks}
+        assert found["locked memory"]["limit"] == (None if limit < 0 else limit)
+        assert ("limit unlimited" if limit < 0 else "64") in found["locked memory"]["detail"]
+        if "FAIL" in text:
+            assert "ulimit -l" in found["locked memory"]["remedy"] or limit < 0
+            assert found["build"]["state"] == found["memory"]["state"] == "skip"
+            assert "the driver compiles PTX (compute_80)" in found["build"]["detail"]
+        return found
+
+    look(fake, lib)
+    assert lines()["device"]["compute_capability"] == "9.0"
+    missing = str(tmp_path / "none.so")
+    found = lines(library=missing, nvml=missing)
+    assert (found["driver"]["state"], found["device"]["state"], found["energy"]["state"]) == ("fail", "skip", "note")
+    found = lines(library="libc.so.6")
+    assert "too old" in found["driver"]["detail"] and found["device"]["state"] == "skip"
+    for settings, words in (({"devices": 0}, "shows no device"), ({"major": 7, "minor": 0}, "compute capability 7.0")):
+        fake.set(**settings)
+        found = lines()
+        assert (found["driver"]["state"], found["device"]["state"], found["energy"]["state"]) == ("ok", "fail", "skip")
+        assert words in found["device"]["detail"] and found["driver"]["cuda"] == [13, 0]
+
+
+def test_a_driver_that_does_not_start(fake: Fake, lib: Path):
+    fake.fail("cuInit", code=803, lost=True)
+    checks = look(fake, lib)
+    assert checks["driver"].state == "FAIL" and "SYSTEM_DRIVER_MISMATCH" in checks["driver"].detail
+    assert checks["device"].state == "skip"
 
 
 def test_memory_in_use(fake: Fake, lib: Path):

@@ -1,5 +1,6 @@
 """What was verified on a device is what is here, or said not to be."""
 
+import ast
 import json
 from pathlib import Path
 
@@ -10,6 +11,41 @@ import seal
 
 def test_the_sources_are_verified_or_named_as_pending():
     assert seal.Seal().problem() is None
+
+
+def test_what_the_readme_says_was_left_out():
+    """Of the sealed runs: the tests of SmolLM2, and no others."""
+    runs = json.loads(seal.Seal().verified_path.read_text())["runs"]
+    left_out = {name.partition("::")[0] for run in runs.values() for names in run["skipped"].values() for name in names}
+    readme = " ".join((seal.ROOT / "README.md").read_text().split())
+    assert left_out <= {"tests/gpu/test_smollm2.py"}
+    assert ("but for those of SmolLM2" in readme) == bool(left_out)
+
+
+FAULTS = {
+    "test_device.py": {"test_upload", "test_a_file_that_cannot_be_read", "test_two_hundred_openings_leave_nothing"},
+    "test_lifetime.py": {
+        "test_two_hundred_models_opened_and_closed",
+        "test_two_hundred_openings_of_one_process_take_no_device_memory",
+        "test_killed_at_each_phase",
+        "test_killed_in_the_middle_of_the_upload",
+    },
+}
+"""What may go wrong under a model, on a device: a file that shrinks or cannot be read, leaks, kill -9."""
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_tests_of_faults_are_there_and_cannot_skip(name: str):
+    module = ast.parse((seal.ROOT / "tests" / "gpu" / name).read_text())
+    functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+    assert FAULTS[name] <= functions.keys()
+    conftest = ast.parse((seal.ROOT / "tests" / "gpu" / "conftest.py").read_text())
+    fixtures = [
+        node for node in conftest.body if isinstance(node, ast.FunctionDef) and node.name in ("device", "kernels")
+    ]
+    module_marks = [node for node in module.body if isinstance(node, ast.Assign)]
+    for node in [*(functions[each] for each in FAULTS[name]), *fixtures, *module_marks]:
+        assert "skip" not in ast.unparse(node)
 
 
 @pytest.fixture
@@ -37,9 +73,15 @@ def test_the_life_of_a_seal(tree: seal.Seal):
     assert tree.status()["state"] == "pending" and tree.status()["why"] == "no device could be had"
     tree.record("cubin", ["test_b", "test_a"], "H200", "580")
     assert tree.missing_runs() == ["ptx"] and tree.problem() is None  # still named as pending
-    tree.record("ptx", ["test_a"], "H200", "580")
+    tree.record("ptx", ["test_a"], "H200", "580", {"test_d": "no model", "test_b": "no model", "test_c": "too old"})
     assert not tree.pending_path.exists() and tree.problem() is None
-    assert tree.status() == {"state": "verified", "device": "H200", "driver": "580"}
+    runs = {
+        "cubin": {"passed": 2, "skipped": {}},
+        "ptx": {"passed": 1, "skipped": {"no model": 2, "too old": 1}},
+    }
+    assert tree.status() == {"state": "verified", "device": "H200", "driver": "580", "runs": runs}
+    sealed = json.loads(tree.verified_path.read_text())["runs"]["ptx"]
+    assert sealed["skipped"] == {"no model": ["test_b", "test_d"], "too old": ["test_c"]}
     assert json.loads(tree.verified_path.read_text())["runs"]["cubin"]["tests"] == ["test_a", "test_b"]
 
     (tree.root / "reflex_ipc/other.py").write_text("changed")

@@ -194,6 +194,9 @@ REMEDIES = {
     "CUDA_ERROR_UNKNOWN": "is the kernel module nvidia-uvm loaded (`nvidia-modprobe -u`)? `dmesg` may say more",
 }
 
+OPTIONAL = {"cuFuncGetParamInfo"}
+"""Functions that a driver may lack."""
+
 
 class Driver:
     """libcuda: every function of `PROTOTYPES` as an attribute that returns the driver's result code.

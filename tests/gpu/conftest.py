@@ -14,9 +14,10 @@ from reflex_ipc.cuda import launch
 from reflex_ipc.cuda.device import Device
 from reflex_ipc.cuda.driver import Driver
 from reflex_ipc.cuda.launch import Kernels
-from reflex_ipc.errors import DeviceError
 
 _outcomes: dict[str, str] = {}
+_reasons: dict[str, str] = {}
+"""Why tests were skipped."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,12 +31,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def device():
-    """The first device; the test is skipped where there is none."""
-    try:
-        device = Device(0)
-    except DeviceError as error:
-        pytest.skip(str(error))
-    with device:
+    """The first device. Where there is one (else no test gets here) that cannot be used, tests fail."""
+    with Device(0) as device:
         yield device
 
 
@@ -51,6 +48,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if "gpu" in report.keywords:
         worst = _outcomes.get(report.nodeid, "passed")
         _outcomes[report.nodeid] = worst if worst != "passed" else report.outcome
+        if report.skipped and isinstance(report.longrepr, tuple):
+            _reasons[report.nodeid] = str(report.longrepr[2]).removeprefix("Skipped: ")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -61,7 +60,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     passed = [name for name, outcome in _outcomes.items() if outcome == "passed"]
     if whole and exitstatus == 0 and passed and not hasattr(session.config, "workerinput"):
         run = "ptx" if os.environ.get("REFLEX_FORCE_PTX") == "1" else "cubin"
-        skipped = sorted(set(_outcomes) - set(passed))  # what this device has not: the file says so
+        skipped = {name: _reasons.get(name, "not said") for name in set(_outcomes) - set(passed)}
         with Device(0) as device:
             seal.Seal().record(run, passed, device.name, release(), skipped)
 

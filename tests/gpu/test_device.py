@@ -174,6 +174,21 @@ def test_upload(device: Device, cores: int, tmp_path: Path, monkeypatch: pytest.
     os.close(fd)
 
 
+@pytest.mark.parametrize("cores", [16, 1])
+def test_a_file_that_cannot_be_read(device: Device, cores: int, tmp_path: Path):
+    """What can be opened and not read: a directory."""
+    directory = os.open(tmp_path, os.O_RDONLY)
+    memory = device.allocate(1 << 20, "weights")
+    upload = Upload(1 << 20, cores=cores)
+    upload.order([(0, [(directory, 0, 1 << 20, 0)])])
+    upload.start(device, memory.address)
+    with pytest.raises(ModelFileError, match=r"reading bytes .* failed: Is a directory"):
+        upload.join()
+    upload.close()
+    memory.close()
+    os.close(directory)
+
+
 PROGRAM = """\
 import sys, time
 from reflex_ipc.cuda.device import start_driver

@@ -114,7 +114,7 @@ def test_the_same_lines_everywhere(fake: Fake, lib: Path, tmp_path: Path, capfd,
         assert all(check["remedy"] for check in checks if check["state"] in ("fail", "skip"))
         found = {check["name"]: check for check in checks}
         assert found["locked memory"]["limit"] == (None if limit < 0 else limit)
-        assert ("limit unlimited" if limit < 0 else "64") in found["locked memory"]["detail"]
+        assert ("limit unlimited" if limit < 0 else "limit 65536 bytes") in found["locked memory"]["detail"]
         if "FAIL" in text:
             assert "ulimit -l" in found["locked memory"]["remedy"] or limit < 0
             assert found["build"]["state"] == found["memory"]["state"] == "skip"
@@ -128,7 +128,10 @@ def test_the_same_lines_everywhere(fake: Fake, lib: Path, tmp_path: Path, capfd,
     assert (found["driver"]["state"], found["device"]["state"], found["energy"]["state"]) == ("fail", "skip", "note")
     found = lines(library="libc.so.6")
     assert "too old" in found["driver"]["detail"] and found["device"]["state"] == "skip"
-    for settings, words in (({"devices": 0}, "shows no device"), ({"major": 7, "minor": 0}, "compute capability 7.0")):
+    for settings, words in (
+        ({"devices": 0}, "shows no device"),
+        ({"devices": 1, "major": 7, "minor": 0}, "compute capability 7.0"),
+    ):
         fake.set(**settings)
         found = lines()
         assert (found["driver"]["state"], found["device"]["state"], found["energy"]["state"]) == ("ok", "fail", "skip")

@@ -64,12 +64,12 @@ def test_logits_of_legacy_files(fixtures: Path, tmp_path: Path, name: str) -> No
         assert relative_error(engine.logits(reference["ids"].tolist()), reference["logits"]) <= EXACT[name]
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", [*(f"exact/{name}-f16" for name in EXACT), *(f"quantised/{q}" for q in QUANTISED)])
 def test_greedy_continuation(fixtures: Path, name: str) -> None:
-    reference = np.load(fixtures / "exact" / f"{name}-f16.npz")
+    reference = np.load(fixtures / f"{name}.npz")
     prompt = reference["ids"][: int(reference["prompt_len"])].tolist()
     expected = reference["greedy"].tolist()
-    with Engine.open(fixtures / "exact" / f"{name}-f16.gguf", backend="cpu") as engine:
+    with Engine.open(fixtures / f"{name}.gguf", backend="cpu") as engine:
         tokens = [t.id for t in engine.generate(prompt, max_tokens=len(expected), ignore_eos=True) if t.id is not None]
     # Where the best two are closer than float32 can tell, either is right, and what follows differs.
     close = np.flatnonzero(reference["greedy_gap"] < 1e-3)

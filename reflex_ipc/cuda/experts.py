@@ -20,7 +20,8 @@ WARPS = 12
 
 _LEAST_WARPS = 4  # that make it worth while to read so many rows of x
 _STATIC = 768  # bytes of shared memory that `grouped` needs beside its stages
-_DENSE = ("F32", "Q1_0", "Q2_0", "TQ1_0", "TQ2_0")  # types whose experts are not grouped: no model has any
+UNGROUPED = ("F32", "Q1_0", "Q2_0", "TQ1_0", "TQ2_0")
+"""Types whose experts are multiplied one by one: no model has any."""
 
 _GROUPING = Struct("<3Q6i")
 _GROUPED = Struct("<8Q4i")
@@ -88,7 +89,7 @@ def expert_scratch_bytes(n: int, width: int, kind: str, experts: Experts, *, per
 
 def are_grouped(n: int, experts: Experts, kind: str) -> bool:
     """Whether `expert_linear` takes the tokens of an expert together: where it has two or more, on average."""
-    return kind not in _DENSE and n > 1 and n * experts.n_used >= 2 * experts.n_expert
+    return kind not in UNGROUPED and n > 1 and n * experts.n_used >= 2 * experts.n_expert
 
 
 class _Grouping:
@@ -110,7 +111,7 @@ class _Grouping:
 @cache
 def tile_width(limits: Limits) -> int:
     """Slots of a tile: the same for every type of weights, so that all products of a layer share one grouping."""
-    kinds = [kind for kind in FORMATS if kind not in _DENSE]
+    kinds = [kind for kind in FORMATS if kind not in UNGROUPED]
     fits = (w for w in WIDTHS if all(most_warps(limits, kind, w) >= _LEAST_WARPS for kind in kinds))
     return next(fits, WIDTHS[-1])
 

@@ -29,6 +29,7 @@ FILES = (
     "rows",
     "gemm",
     "products",
+    "smoke",
 )
 
 FLAGS = ("-std=c++20", "-O2", "-fPIC", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-tree-vectorize")

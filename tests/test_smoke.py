@@ -71,7 +71,9 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     lib = str(emulator.kernels(KERNELS, tmp_path))
     monkeypatch.setattr(smoke, "start_driver", partial(start_driver, library=str(library(KERNELS))))
     monkeypatch.setattr(bench, "Kernels", partial(Kernels, lib=lib))
-    monkeypatch.setattr(Kernels, "matvec", Matvec([*((k, k) for k in KINDS), ("Q4_K", "Q6_K")]), raising=False)
+    monkeypatch.setattr(
+        Kernels, "matvec", Matvec([*((k, k) for k in KINDS), ("Q4_K", "Q5_K"), ("Q4_K", "Q6_K")]), raising=False
+    )
     monkeypatch.setattr(Kernels, "launched", set())
     for module in (experts, matrices):
         monkeypatch.setattr(module, "KINDS", KINDS)

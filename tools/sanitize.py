@@ -1,45 +1,77 @@
-"""The kernels under compute-sanitizer: whole small models of every family, nothing else in the process.
+"""The kernels under compute-sanitizer: every kernel of the build, and whole small models of every family.
 
     python tools/sanitize.py OUT                          memcheck, racecheck and initcheck, side by side
     python tools/sanitize.py OUT --tool memcheck --limit 130
 
-Each model reads a prompt in steps of many, some and a few tokens, generates, and scores a tree. Each tool is a process
-of its own, with one model after the other; what there was no time for is said. Exit code 1 where a tool
-found something. Logs go to OUT.
+First come the families of `reflex smoke`, which launch every kernel there is on small inputs and compare what they
+leave; those of every type of weights in parts. Then models: each reads a prompt in steps of many, some and a few
+tokens, generates, and scores a tree. A tool is several processes on the one device, each of which takes what is next;
+what there was no time for is said, and which kernels were never launched. Under initcheck smoke's buffers are not
+filled before. Exit code 1 where a tool found something or did not come to all. Logs go to OUT.
 """
 
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 FIXTURES = ROOT / "tests" / "fixtures"
 TOOLS = ("memcheck", "racecheck", "initcheck")
+PROCESSES = 4
+"""Of a tool. A process of one works on its host's processor most of the time, instrumenting modules."""
+PARTS = 6
+"""Of a family of smoke that has every type of weights."""
 MODELS = (
     *("exact/qwen3-f16", "quantised/qwen3-w256-Q4_K_M", "quantised/qwen3moe-w256-Q4_K_M", "exact/qwen35-f16"),
-    *(
-        "exact/deepseek3-f16",
-        "exact/qwen3next-f16",
-        "quantised/deepseek3-w256-Q4_K_M",
-        "exact/llama-f16",
-        "exact/qwen2-f16",
-    ),
-    *("quantised/llama-w256-Q4_K_M", "quantised/qwen3-w256-IQ4_XS", "large/qwen3"),
+    *("exact/deepseek3-f16", "exact/qwen3next-f16", "quantised/deepseek3-w256-Q4_K_M", "exact/llama-f16"),
+    *("exact/qwen2-f16", "quantised/llama-w256-Q4_K_M", "quantised/qwen3-w256-IQ4_XS", "large/qwen3"),
     *("exact/qwen35moe-f16", "exact/deepseek2-lite-f16"),
 )
 FOUND = 9
 """The sanitizer's exit code where it found something; ours would be another."""
 
 
-def run_models(until: float, names: Sequence[str]) -> int:
-    """Under the sanitizer: use each model, saying which."""
-    sys.path.insert(0, str(ROOT))
+def selection() -> list[str]:
+    """What is run, in this order: `smoke: FAMILY`, `smoke: FAMILY #PART`, or a model's name."""
+    from reflex_ipc import smoke
+
+    found = []
+    for name, _ in smoke.families():
+        parts = [f" #{part}" for part in range(PARTS)] if "every type" in name else [""]
+        found += [f"smoke: {name}{part}" for part in parts]
+    # The longest first: what begins last should be short.
+    return [*sorted(found, key=lambda item: "every type" not in item), *MODELS]
+
+
+def run_smoke(item: str, poison: bool, library: str | None = None) -> list[str]:
+    """One family of smoke, or a part of one; the kernels that it launched."""
+    from reflex_ipc import smoke
+    from reflex_ipc.cuda.device import start_driver
+    from reflex_ipc.cuda.formats import FORMATS
+    from reflex_ipc.smoke import experts, matrices
+    from reflex_ipc.smoke.bench import Bench
+
+    name, _, part = item.removeprefix("smoke: ").partition(" #")
+    if part:
+        matrices.KINDS = experts.KINDS = tuple(FORMATS)[int(part) :: PARTS]
+    family = dict(smoke.families())[name]
+    with (start_driver(0, library) if library else start_driver(0)).wait() as device:
+        bench = Bench(device, poison=poison)
+        smoke.check(bench, name, family)
+        return list(bench.kernels._functions)
+
+
+def run_model(name: str) -> list[str]:
+    """Use a model in all ways; the kernels that it launched."""
     from reflex_ipc import archs
     from reflex_ipc.cuda.executor import CudaExecutor
     from reflex_ipc.cuda.linear import FEW
@@ -47,64 +79,100 @@ def run_models(until: float, names: Sequence[str]) -> int:
     from reflex_ipc.plan import Step
     from reflex_ipc.sampler import Sampler, Sampling
 
-    for name in names:
+    with GGUF.open(str(FIXTURES / f"{name}.gguf")) as gguf:
+        plan = archs.build(gguf)
+        executor = CudaExecutor(gguf, plan, 256)
+        try:
+            executor.reserve(192)
+            n = FEW + 6
+            executor.forward(Step.text([i % 70 for i in range(n)], 0, [n - 1]))  # through half-precision scratch
+            executor.forward(Step.text(range(40), n, [39]))  # dequantised on the way, in stages
+            n += 40
+            executor.forward(Step.text(range(7), n, range(7)))  # and by each warp
+            n += 7
+            tree = Step([1, 2, 3, 4], [n, n + 1, n + 1, n + 2], [-1, 0, 0, 2], [1, 3], 1)
+            executor.score(tree, [[5, 6], [7]])
+            executor.forward(Step.text([9], executor.n_past, [0]))
+            for settings in (Sampling(), Sampling(temperature=0.8, seed=1, top_k=40, top_p=0.9)):
+                answer = executor.decode(Sampler(settings, plan.n_vocab, [9]))
+                for _ in range(3):
+                    next(answer)
+                answer.close()
+                executor.forward(Step.text([9], executor.n_past, [0]))
+            return list(executor._kernels._functions)
+        finally:
+            executor.close()
+
+
+def run(tool: str, claims: Path, until: float) -> int:
+    """Under the sanitizer: take what is next until nothing is left, saying what was done."""
+    for number, item in enumerate(selection()):
+        try:
+            os.close(os.open(claims / str(number), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:  # another process has it
+            continue
         if time.monotonic() > until:
-            print(f"not run: {name}", flush=True)
+            print(f"not run: {item}", flush=True)
             continue
         began = time.monotonic()
-        with GGUF.open(str(FIXTURES / f"{name}.gguf")) as gguf:
-            plan = archs.build(gguf)
-            executor = CudaExecutor(gguf, plan, 256)
-            try:
-                executor.reserve(192)
-                n = FEW + 6
-                executor.forward(Step.text([i % 70 for i in range(n)], 0, [n - 1]))  # through half-precision scratch
-                executor.forward(Step.text(range(40), n, [39]))  # dequantised on the way, in stages
-                n += 40
-                executor.forward(Step.text(range(7), n, range(7)))  # and by each warp
-                n += 7
-                tree = Step([1, 2, 3, 4], [n, n + 1, n + 1, n + 2], [-1, 0, 0, 2], [1, 3], 1)
-                executor.score(tree, [[5, 6], [7]])
-                executor.forward(Step.text([9], executor.n_past, [0]))
-                for settings in (Sampling(), Sampling(temperature=0.8, seed=1, top_k=40, top_p=0.9)):
-                    answer = executor.decode(Sampler(settings, plan.n_vocab, [9]))
-                    for _ in range(3):
-                        next(answer)
-                    answer.close()
-                    executor.forward(Step.text([9], executor.n_past, [0]))
-            finally:
-                executor.close()
-        print(f"done: {name}, {time.monotonic() - began:.0f} s", flush=True)
+        names = run_smoke(item, poison=tool != "initcheck") if item.startswith("smoke: ") else run_model(item)
+        print(f"launched: {' '.join(names)}\ndone: {item}, {time.monotonic() - began:.0f} s", flush=True)
     return 0
 
 
-def sanitize(program: str, tool: str, log: Path, limit_s: float) -> str:
-    """One tool over the models; what came of it, in a word or two."""
-    until = time.monotonic() + 0.7 * limit_s  # no model is begun later
+def sanitize(program: str, tool: str, out: Path, limit_s: float) -> str:
+    """One tool over everything; what came of it, in a line or two."""
+    until = time.monotonic() + 0.7 * limit_s  # nothing is begun later
     # Driver calls that fail are the driver layer's to report; some are expected to, where a device lacks something.
     command = [program, "--tool", tool, "--report-api-errors", "no"]
-    command += ["--error-exitcode", str(FOUND), "--print-limit", "20", sys.executable]
-    command += [__file__, "--until", str(until)]
-    with open(log, "wb") as file:
-        try:
-            code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=limit_s).returncode
-        except subprocess.TimeoutExpired:
-            code = None
-    lines = log.read_text(errors="replace").splitlines()
-    done, left = (sum(line.startswith(word) for line in lines) for word in ("done: ", "not run: "))
-    word = {0: "clean", FOUND: "FOUND SOMETHING", None: "out of time"}.get(code, f"failed, exit code {code}")
-    return f"{tool}: {word}; {done} models done, {len(MODELS) - done} not" + (f" ({left} for time)" if left else "")
+    command += ["--error-exitcode", str(FOUND), "--print-limit", "20", sys.executable, __file__, "--tool", tool]
+    logs = [out / f"{tool}-{number}.log" for number in range(PROCESSES)]
+
+    def process(log: Path) -> int | None:
+        with open(log, "wb") as file:
+            whole = [*command, "--until", str(until), "--claims", claims]
+            with subprocess.Popen(whole, stdout=file, stderr=subprocess.STDOUT, start_new_session=True) as running:
+                try:
+                    return running.wait(limit_s)
+                except subprocess.TimeoutExpired:
+                    os.killpg(running.pid, signal.SIGKILL)  # with what it runs
+                    return None
+
+    with tempfile.TemporaryDirectory() as claims, ThreadPoolExecutor(PROCESSES) as pool:
+        codes = list(pool.map(process, logs))
+    lines = [line for log in logs for line in log.read_text(errors="replace").splitlines()]
+    worst = next((code for code in (FOUND, *codes) if code in codes and code != 0), 0)
+    word = {0: "clean", FOUND: "FOUND SOMETHING", None: "out of time"}.get(worst, f"failed, exit code {worst}")
+    done, launched = set(said(lines, "done: ")), {n for names in said(lines, "launched: ") for n in names.split()}
+    left = [item for item in selection() if not any(each.startswith(f"{item}, ") for each in done)]
+    text = f"{tool}: {word}; {len(done)} done" + (f", left out: {'; '.join(left)}" if left else ", nothing left out")
+    never = sorted(every_kernel() - launched)
+    return text + (f"\n{tool}: never launched: {' '.join(never)}" if never else "; every kernel was launched")
+
+
+def said(lines: Sequence[str], word: str) -> Iterator[str]:
+    return (line.removeprefix(word) for line in lines if line.startswith(word))
+
+
+def every_kernel() -> set[str]:
+    """Of the build that this device runs."""
+    from reflex_ipc.cuda.device import Device
+    from reflex_ipc.cuda.launch import Kernels
+
+    with Device(0) as device:
+        return set(Kernels(device).names())
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, description="The kernels under compute-sanitizer.")
     parser.add_argument("out", type=Path, nargs="?", default=ROOT / "build", help="folder of the logs")
     parser.add_argument("--tool", action="append", choices=TOOLS, help="repeatable; all by default")
-    parser.add_argument("--limit", type=float, default=400, metavar="S", help="seconds in all (400)")
+    parser.add_argument("--limit", type=float, default=500, metavar="S", help="seconds in all (500)")
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--claims", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.until is not None:
-        return run_models(options.until, MODELS)
+        return run(options.tool[0], options.claims, options.until)
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     program = shutil.which("compute-sanitizer") or shutil.which(f"{home}/bin/compute-sanitizer")
     if program is None:
@@ -113,9 +181,9 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     tools = options.tool or TOOLS
     with ThreadPoolExecutor(len(tools)) as pool:
-        said = list(pool.map(lambda tool: sanitize(program, tool, options.out / f"{tool}.log", options.limit), tools))
-    print(*said, sep="\n")
-    return 0 if all(": clean; " in line for line in said) else 1
+        found = list(pool.map(lambda tool: sanitize(program, tool, options.out, options.limit), tools))
+    print(*found, sep="\n")
+    return 0 if all(": clean; " in text and "nothing left out; every kernel" in text for text in found) else 1
 
 
 if __name__ == "__main__":

@@ -37,17 +37,23 @@ def smoke(arguments: Namespace) -> int:
         _say(f"kernels  {bench.kernels.target}, {len(bench.kernels.names())} of them, CUDA {bench.kernels.toolkit}")
         first_result = 0.0
         for name, family in families():
-            largest = 0.0
-            for got, wanted, bound in family(bench):
-                error = relative(got, wanted)
-                if not error <= bound:
-                    raise CheckFailedError(f"{name}: off by {error:.1e}, more than {bound:.0e}")
-                largest = max(largest, error)
-            bench.check_guards(name)
+            largest = check(bench, name, family)
             first_result = first_result or time.monotonic() - _process_start()
             _say(f"ok       {name:<44} {largest:8.1e}")
         _say(f"first correct result {first_result * 1e3:.0f} ms after the process began")
     return 0
+
+
+def check(bench: Bench, name: str, family: "Family") -> float:
+    """The largest error of a family. Raises CheckFailedError."""
+    largest = 0.0
+    for got, wanted, bound in family(bench):
+        error = relative(got, wanted)
+        if not error <= bound:
+            raise CheckFailedError(f"{name}: off by {error:.1e}, more than {bound:.0e}")
+        largest = max(largest, error)
+    bench.check_guards(name)
+    return largest
 
 
 def families() -> "Iterator[tuple[str, Family]]":

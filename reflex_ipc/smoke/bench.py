@@ -20,19 +20,22 @@ _GUARD = 256  # bytes behind every buffer that nothing may touch
 
 
 class Bench:
-    """A device with buffers that are poisoned with NaN and watched for writes behind their end."""
+    """A device with buffers that are watched for writes behind their end, and full of NaN at first. Without `poison`
+    they are as they come, for who looks for reads of what was never written."""
 
-    def __init__(self, device: "Device") -> None:
+    def __init__(self, device: "Device", *, poison: bool = True) -> None:
         self.device = device
         self.kernels = Kernels(device)
         self.stream = device.stream()
+        self.poison = poison
         self.guards: list[int] = []
         self.limits = products.limits_of(device, self.kernels)
 
     def room(self, size: int) -> int:
-        """A buffer of NaN."""
+        """A buffer whose content nobody knows."""
         memory = self.device.allocate(size + _GUARD, "a test")
-        self.stream.fill(memory.address, 0xFF, size + _GUARD)
+        begin = 0 if self.poison else size
+        self.stream.fill(memory.address + begin, 0xFF, size + _GUARD - begin)
         self.guards.append(memory.address + size)
         return memory.address
 

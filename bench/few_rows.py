@@ -31,7 +31,7 @@ import build  # noqa: E402
 from reflex_ipc.cuda import linear  # noqa: E402
 from reflex_ipc.cuda.device import Device, start_driver  # noqa: E402
 from reflex_ipc.cuda.few import FewShape, few, few_parts, few_shape, few_shapes  # noqa: E402
-from reflex_ipc.cuda.formats import ALONE, FLOATS, FORMATS, WHOLE, WIDTHS  # noqa: E402
+from reflex_ipc.cuda.formats import FEW_WIDTH, FLOATS, FORMATS, WHOLE, WIDTHS  # noqa: E402
 from reflex_ipc.cuda.gemm import gemm_half  # noqa: E402
 from reflex_ipc.cuda.launch import Kernels  # noqa: E402
 from reflex_ipc.cuda.products import Call, Input, Limits, Matrix, Scratch, limits_of, pack_matrices, prepare  # noqa: E402
@@ -82,7 +82,7 @@ def kernels(types: Sequence[str], work: Path, target: str) -> str:
         name = kind.lower()
         old = "".join(f"REFLEX_MATMUL(old_{name}_{w}, {kind}, {w})\n" for w in OLD_WIDTHS)
         made = {f"old_{name}": f'#include "matmul.cuh"\n{old}REFLEX_WIDEN(widen_{name}, {kind})\n'}
-        for w in [w for w in WIDTHS if w > ALONE or (w == ALONE and kind in WHOLE)]:
+        for w in [w for w in WIDTHS if w > FEW_WIDTH or (w == FEW_WIDTH and kind in WHOLE)]:
             made[f"few_{name}_{w}"] = f'#include "few.cuh"\nREFLEX_FEW(few_{name}_{w}, {kind}, {w})\n'
         for stem, text in made.items():
             (sources / f"{stem}.cu").write_text(text)
@@ -253,7 +253,7 @@ class New(Way):
         self.width, self.shape = width, shape
 
     def __call__(self, bench: Bench, kind: str, product: Product, m: int, matrices: list[Matrix]) -> list[Call]:
-        width = self.width or next(w for w in WIDTHS if w >= max(m, ALONE + 1))
+        width = self.width or next(w for w in WIDTHS if w >= max(m, FEW_WIDTH + 1))
         return few(bench.limits, bench.entry(m, product), matrices, bench.scratch, product.swiglu, width, self.shape)
 
 
@@ -269,9 +269,9 @@ def ways_of(kind: str, m: int) -> dict[str, Way]:
     """What a product of m rows is timed in."""
     if m > 64:
         return {f"new {width}": New(width) for width in (32, 40, 64)} | {"gemm": Gemm()}
-    if m > ALONE:
+    if m > FEW_WIDTH:
         return WAYS
-    return {"old": Old()} | ({"new": New(ALONE)} if kind in WHOLE else {})
+    return {"old": Old()} | ({"new": New(FEW_WIDTH)} if kind in WHOLE else {})
 
 
 def shapes(limits: Limits, kind: str, width: int, product: Product) -> Iterator[FewShape]:
@@ -331,7 +331,7 @@ def main() -> int:
         for product in PRODUCTS:
             if kind == "Q8_0" and product.model == "8B":
                 continue
-            less = [m for m in given.less if m == ALONE and kind in WHOLE]
+            less = [m for m in given.less if m == FEW_WIDTH and kind in WHOLE]
             for m in (*less, *(SWEPT if kind != "Q6_K" else (40,))):
                 of = product.rows[:1] if product.swiglu else product.rows
                 chosen = few_shape(bench.limits, kind, m, m, product.n_in, of, product.swiglu)

@@ -216,7 +216,7 @@ def _build(device: Device, lib: str) -> Check:
         kernels.function(name)
     milliseconds = 1e3 * (time.monotonic() - began)
     detail = f"{kernels.target}: all {len(kernels.names())} kernels load, in {milliseconds:.1f} ms"
-    return Check("build", OK, detail, figures={"target": kernels.target, "jit": False})
+    return Check("build", OK, detail, figures={"target": kernels.target, "jit": kernels.is_ptx})
 
 
 def _memory(device: Device) -> Check:

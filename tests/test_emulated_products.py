@@ -127,7 +127,7 @@ def test_rows(run, name, m, exact):
     raw, w = weight(name, n_out, n_in, rng)
     at, x, out = room(raw), room(rows(m, n_in, rng), np.float32), room(np.full((m, n_out + 3), np.nan, np.float32))
     matrix = [Matrix(name, at.ctypes.data, n_out, out.ctypes.data, n_out + 3)]
-    scratch = room(np.full(linear.scratch_bytes(m, n_in, matrix, exact=exact), 0xFF, np.uint8))
+    scratch = room(np.full(linear.scratch_bytes(LIMITS, m, n_in, matrix, exact=exact), 0xFF, np.uint8))
     calls = linear.linear(LIMITS, Input(x.ctypes.data, m, n_in, n_in), matrix, scratch.ctypes.data, exact=exact)
     run(calls)
     x = x.reshape(m, n_in).astype(np.float64)
@@ -162,7 +162,7 @@ def test_few_rows(run_few, case, swiglu):
 
     Parts are added up by a cluster where four warps multiply together, and through memory elsewhere."""
     name, m, n_out, n_in, limits, *given = SHAPES[case]
-    limits = limits._replace(cluster=run_few.cluster)
+    limits = limits._replace(cluster=run_few.cluster, together=run_few.cluster > 1)
     rng = np.random.default_rng([m, n_in, swiglu])
     x, norm = room(rows(m, n_in, rng), np.float32), room(rng.uniform(0.02, 0.08, n_in).astype(np.float32), np.float32)
     wide = x.reshape(m, n_in).astype(np.float64)
@@ -176,7 +176,7 @@ def test_few_rows(run_few, case, swiglu):
         matrices.append(Matrix(name, at.ctypes.data, n, out.ctypes.data, n, bias.ctypes.data, out.ctypes.data))
         terms = bias**2 if swiglu else bias**2 + before.astype(np.float64) ** 2
         sides.append((wide @ w.T + bias, np.sqrt((wide**2) @ (w**2).T + terms)))
-    scratch = room(np.full(linear.scratch_bytes(m, n_in, matrices, swiglu), 0xFF, np.uint8))
+    scratch = room(np.full(linear.scratch_bytes(limits, m, n_in, matrices, swiglu), 0xFF, np.uint8))
     entry = Input(x.ctypes.data, m, n_in, n_in, norm.ctypes.data, 1e-6)
     if given:
         parts, stages = given
@@ -216,8 +216,8 @@ def test_up_to_16_rows(run_few, name, m, monkeypatch):
     raw, w = weight(name, n_out, n_in, rng)
     at, x, out = room(raw), room(rows(m, n_in, rng), np.float32), room(np.full((m, n_out), np.nan, np.float32))
     matrix = [Matrix(name, at.ctypes.data, n_out, out.ctypes.data, n_out)]
-    scratch = room(np.full(linear.scratch_bytes(m, n_in, matrix), 0xFF, np.uint8))
-    limits = LIMITS._replace(cluster=run_few.cluster)
+    limits = LIMITS._replace(cluster=run_few.cluster, together=run_few.cluster > 1)
+    scratch = room(np.full(linear.scratch_bytes(limits, m, n_in, matrix), 0xFF, np.uint8))
     names = run_few(linear.linear(limits, Input(x.ctypes.data, m, n_in, n_in), matrix, scratch.ctypes.data))
     assert names[1] == f"few_{name.lower()}_16" if run_few.cluster > 1 else f"mma_{name.lower()}_{8 if m < 9 else 16}"
     x = x.reshape(m, n_in).astype(np.float64)
@@ -242,10 +242,11 @@ def test_weights_of_whole_numbers_lose_nothing(run_few, name):
     at, place = room(blocks), room(x, np.float32)
     out = room(np.full((m, n_out), np.nan, np.float32), np.float32)
     matrix = [Matrix(name, at.ctypes.data, n_out, out.ctypes.data, n_out)]
-    scratch = room(np.full(linear.scratch_bytes(m, n_in, matrix), 0xFF, np.uint8))
+    limits = LIMITS._replace(cluster=run_few.cluster, together=run_few.cluster > 1)
+    scratch = room(np.full(linear.scratch_bytes(limits, m, n_in, matrix), 0xFF, np.uint8))
     run_few(
         linear.linear(
-            LIMITS._replace(cluster=run_few.cluster),
+            limits,
             Input(place.ctypes.data, m, n_in, n_in),
             matrix,
             scratch.ctypes.data,
@@ -274,7 +275,7 @@ def test_exact_rows_with_norm_bias_and_residual(run, swiglu):
         matrices.append(Matrix(name, at.ctypes.data, n_out, out.ctypes.data, n_out, bias.ctypes.data, out.ctypes.data))
         terms = bias**2 if swiglu else bias**2 + residual.astype(np.float64) ** 2
         sides.append((wide @ w.T + bias, np.sqrt((wide**2) @ (w**2).T + terms)))
-    scratch = room(np.full(linear.scratch_bytes(m, n_in, matrices, swiglu, exact=True), 0xFF, np.uint8))
+    scratch = room(np.full(linear.scratch_bytes(LIMITS, m, n_in, matrices, swiglu, exact=True), 0xFF, np.uint8))
     entry = Input(x.ctypes.data, m, n_in, n_in, norm.ctypes.data, 1e-6)
     run(linear.linear(LIMITS, entry, matrices, scratch.ctypes.data, swiglu=swiglu, exact=True))
     outs = [out.reshape(m, n_out) for _, _, out in keep]

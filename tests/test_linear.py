@@ -13,7 +13,7 @@ from reflex_ipc.errors import UnsupportedModelError
 
 KERNELS = Path(__file__).parent.parent / "kernels"
 LARGE, SMALL = Limits(132, 227 << 10), Limits(40, 64 << 10)  # compute capability 9.0 and 7.5
-TOGETHER = LARGE._replace(cluster=8)  # with the kernels of sm_90a
+TOGETHER = LARGE._replace(cluster=8, together=True)  # with the kernels of sm_90a
 SCRATCH = 1 << 40
 ROWS = (1, 2, 5, 8, 9, 17, 24, 33, 45, 64, 65, 81, 128, 129, 512, 4096)
 
@@ -111,7 +111,7 @@ def test_scratch_holds_everything(kinds, swiglu, limits):
     for n in ROWS:
         for width, n_out in ((96, 5), (1024, 300), (widest, 9000)):
             matrices = [matrix(kind, n_out) for kind in kinds]
-            size = linear.scratch_bytes(n, width, matrices, swiglu)
+            size = linear.scratch_bytes(limits, n, width, matrices, swiglu)
             used = []
             for call in linear.linear(
                 limits, Input(1 << 10, n, width, width, 1 << 12), matrices, SCRATCH, swiglu=swiglu
@@ -202,7 +202,7 @@ def test_every_type_of_experts_has_kernels(kind):
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_K"])
 def test_exact_rows_have_two_planes(kind):
     for n in (2, 16, 17, 64, 400):
-        size = linear.scratch_bytes(n, 300, [matrix(kind)], exact=True)
+        size = linear.scratch_bytes(LARGE, n, 300, [matrix(kind)], exact=True)
         calls = linear.linear(LARGE, Input(1 << 10, n, 300, 300), [matrix(kind)], SCRATCH, exact=True)
         names = [call.kernel for call in calls]
         if n <= linear.REPEATED:

@@ -6,7 +6,7 @@ from functools import cache
 from struct import Struct
 from typing import NamedTuple
 
-from reflex_ipc.cuda.formats import ALONE, FORMATS, WHOLE, WIDTHS, widths
+from reflex_ipc.cuda.formats import FORMATS, MATMUL_WIDTH, WHOLE, WIDTHS, widths
 from reflex_ipc.cuda.memory import aligned
 from reflex_ipc.cuda.products import PARTS, TILES, Call, Input, Limits, Matrix, Pages, pack_matrices, sums_bytes
 
@@ -157,6 +157,6 @@ def few_shape(
 def few_width(limits: Limits, n: int, kinds: Sequence[str]) -> int:
     """Rows of x a block: the fewest that hold an equal share of all, or as many as shared memory holds stages of."""
     known = [w for w in WIDTHS if all(w in widths(kind) for kind in kinds)]
-    known = [w for w in known if w <= ALONE or all(few_shapes(limits, kind, w) for kind in kinds)]
+    known = [w for w in known if w <= MATMUL_WIDTH or all(few_shapes(limits, kind, w) for kind in kinds)]
     share = -(-n // -(-n // known[-1]))
     return next(w for w in known if w >= share)

@@ -96,9 +96,10 @@ PAIRS = (
 
 WIDTHS = (8, 16, 32, 40, 64)
 """Rows of x that a block multiplies where weights are dequantised on the way."""
-ALONE = 16
-"""Widths up to this one are of `matmul.cuh`, where each warp reads x itself; wider ones are of `few.cuh`, and on sm_90a
-this one of k-quants too."""
+MATMUL_WIDTH = 16
+"""The widest of `matmul.cuh`, where each warp reads x itself; wider ones are of `few.cuh`."""
+FEW_WIDTH = 16
+"""The narrowest of `few.cuh`: of the types of `WHOLE`, on sm_90a."""
 COMMON = ("F16", "BF16", "Q4_0", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 """What most models are made of."""
 RARE = ("NVFP4", "Q1_0", "Q2_0", "TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
@@ -113,4 +114,4 @@ def widths(kind: str) -> tuple[int, ...]:
     types whose arithmetic is what takes the time."""
     if kind in COMMON:
         return tuple(width for width in WIDTHS if width != 32 or kind in ("Q8_0", "Q4_K", "Q6_K"))
-    return (ALONE,) if kind in RARE else (*WIDTHS[:2], WIDTHS[-1])
+    return (MATMUL_WIDTH,) if kind in RARE else (*WIDTHS[:2], WIDTHS[-1])

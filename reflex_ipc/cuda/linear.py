@@ -8,7 +8,7 @@ Here is what a short prompt needs; `few`, `gemm` and `experts` are imported by w
 from collections.abc import Iterator, Sequence
 from struct import Struct
 
-from reflex_ipc.cuda.formats import ALONE, FLOATS, FORMATS, PAIRS, RARE, WHOLE, WIDTHS, widths
+from reflex_ipc.cuda.formats import FEW_WIDTH, FLOATS, FORMATS, MATMUL_WIDTH, PAIRS, RARE, WHOLE, WIDTHS, widths
 from reflex_ipc.cuda.memory import aligned
 from reflex_ipc.cuda.products import (
     GEMM,
@@ -49,7 +49,7 @@ _MATMUL = Struct("<2Q6i")
 
 def most_unwidened(matrices: Sequence[Matrix]) -> int:
     """Up to so many rows these weights are dequantised on the way; above, into scratch. Rare types, which are read once
-    for every `ALONE` rows, go there earlier."""
+    for every `MATMUL_WIDTH` rows, go there earlier."""
     return FEW // 2 if any(m.type in RARE for m in matrices) else FEW
 
 
@@ -59,7 +59,9 @@ def fusible(types: Sequence[str]) -> bool:
     return len(types) <= MAX_MATRICES and (len(kinds) == 1 or (len(kinds) == 2 and _pair(kinds) is not None))
 
 
-def scratch_bytes(n: int, width: int, matrices: Sequence[Matrix], swiglu: bool = False, *, exact: bool = False) -> int:
+def scratch_bytes(
+    limits: Limits, n: int, width: int, matrices: Sequence[Matrix], swiglu: bool = False, *, exact: bool = False
+) -> int:
     """What `linear` needs for n rows of this width and these matrices; it does not shrink as n grows."""
     need = 0
     for matrix in matrices:
@@ -70,9 +72,9 @@ def scratch_bytes(n: int, width: int, matrices: Sequence[Matrix], swiglu: bool =
             rows = room.rows(matrix.n_out * (2 if swiglu else 1))
             need = max(need, room.widened_scale + 4 * rows)
         if n > 1 and matrix.type != "F32" and not exact:
-            rows = aligned(min(n, FEW), WIDTHS[-1] if n > ALONE else ALONE)
+            rows = aligned(min(n, FEW), WIDTHS[-1] if n > MATMUL_WIDTH else MATMUL_WIDTH)
             need = max(need, Scratch(0, rows, width).widened, Pages(0, rows, width).sums)
-            if n > ALONE:
+            if n > MATMUL_WIDTH and limits.cluster == 1:  # clusters add parts up without it
                 sums = sums_bytes(min(n, FEW), sum(m.n_out for m in matrices))
                 need = max(need, Pages(0, rows, width).sums + sums)
     return need
@@ -240,9 +242,9 @@ def _lanes(tiles: Sequence[tuple[int, int]], n_pieces: int, least: int, capacity
 
 
 def _go_together(limits: Limits, x: Input, matrices: Sequence[Matrix]) -> bool:
-    """Do these rows, at most `ALONE`, go through `few.cuh` too? With the types of `WHOLE`, where four warps multiply
-    them together, which the same kernels do that know clusters, and where they meet enough weights."""
-    if limits.cluster == 1 or any(m.type not in WHOLE for m in matrices):
+    """Do these rows, at most `FEW_WIDTH`, go through `few.cuh`? With the types of `WHOLE`, where four warps multiply
+    them together and they meet enough weights."""
+    if not limits.together or any(m.type not in WHOLE for m in matrices):
         return False
     width = next(w for w in WIDTHS if w >= x.n)
     return x.width * sum(m.n_out for m in matrices) >= _LARGE[width]
@@ -250,17 +252,17 @@ def _go_together(limits: Limits, x: Input, matrices: Sequence[Matrix]) -> bool:
 
 def _matmul(limits: Limits, x: Input, matrices: Sequence[Matrix], scratch: int, swiglu: bool) -> list[Call]:
     kinds = list(dict.fromkeys(m.type for m in matrices))
-    if x.n <= ALONE and _go_together(limits, x, matrices):
+    if x.n <= MATMUL_WIDTH and _go_together(limits, x, matrices):
         from reflex_ipc.cuda.few import few
 
-        return few(limits, x, matrices, scratch, swiglu, ALONE)
-    if x.n <= ALONE:
+        return few(limits, x, matrices, scratch, swiglu, FEW_WIDTH)
+    if x.n <= MATMUL_WIDTH:
         width = next(w for w in WIDTHS if w >= x.n and all(w in widths(kind) for kind in kinds))
     else:
         from reflex_ipc.cuda.few import few, few_width
 
         width = few_width(limits, x.n, kinds)
-        if width > ALONE:
+        if width > MATMUL_WIDTH:
             return few(limits, x, matrices, scratch, swiglu, width)
     n_rows = aligned(x.n, width)
     room = Scratch(scratch, n_rows, x.width)

@@ -166,7 +166,12 @@ class Lowering:
                 ]
                 sizes.append(
                     linear.scratch_bytes(
-                        n, products[0].x.width, matrices, group.kind == "swiglu", exact=self._is_exact(products)
+                        self.limits,
+                        n,
+                        products[0].x.width,
+                        matrices,
+                        group.kind == "swiglu",
+                        exact=self._is_exact(products),
                     )
                 )
         return max(sizes)

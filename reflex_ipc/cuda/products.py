@@ -27,7 +27,7 @@ PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
 MOST_CLUSTERED = 8
 """Parts that a cluster adds up, at most: what every device with clusters takes."""
 SUMS = 16 << 20
-"""Bytes of scratch for the sums of such parts at most, which clusters leave alone,"""
+"""Bytes of scratch for the sums of such parts at most, where no clusters add them up,"""
 LEAST_SUMS = 1 << 20
 """and at least: blocks of a small matrix are mostly padding."""
 TILES = 4096
@@ -48,14 +48,18 @@ class Limits(NamedTuple):
     """Bytes, opted in."""
     cluster: int = 1
     """Blocks that may read each other's shared memory, where kernels do (`kernels/copy.cuh`)."""
+    together: bool = False
+    """Four warps multiply k-quants of few rows together (`kernels/multiply.cuh`)."""
 
 
 def limits_of(device: "Device", kernels: "Kernels") -> Limits:
     """Of an open device, for the kernels that were chosen for it."""
+    is_sm_90a = kernels.target == "sm_90a"  # as kernels are compiled: `has_clusters` of copy.cuh
     return Limits(
         device.attribute(device.MULTIPROCESSORS),
         device.attribute(device.SHARED_PER_BLOCK),
-        MOST_CLUSTERED if kernels.target == "sm_90a" else 1,  # as `has_clusters` of copy.cuh
+        MOST_CLUSTERED if is_sm_90a else 1,
+        is_sm_90a,
     )
 
 

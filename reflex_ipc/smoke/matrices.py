@@ -6,7 +6,7 @@ import numpy as np
 
 from reflex_ipc.cuda import linear
 from reflex_ipc.cuda.few import few
-from reflex_ipc.cuda.formats import FLOATS, FORMATS, PAIRS, WHOLE, widths
+from reflex_ipc.cuda.formats import FEW_WIDTH, FLOATS, FORMATS, PAIRS, WHOLE, widths
 from reflex_ipc.cuda.products import Call, Input, Matrix
 from reflex_ipc.smoke.bench import Bench, Outcome
 from reflex_ipc.smoke.layer import Array, Weight, numbers, outcome, rms, sigmoid, weight
@@ -34,8 +34,8 @@ def types(bench: Bench) -> Iterator[Outcome]:
         yield from _product(bench, rows[:1], [w], FLOAT if kind in FLOATS else ONE_ROW)
         for width in widths(kind):  # a row less than a block takes
             yield from _product(bench, rows[: width - 1], [w], bound)
-        if kind in WHOLE and bench.limits.cluster > 1:
-            yield from _product(bench, rows[:15], [w], bound, together=True)
+        if kind in WHOLE and bench.limits.together:
+            yield from _product(bench, rows[: FEW_WIDTH - 1], [w], bound, together=True)
         yield from _product(bench, rows, [w], bound)
         yield from _product(bench, rows, [w], FLOAT, exact=True)
         yield from _swiglu(bench, rows, w)
@@ -88,9 +88,9 @@ def _product(
     n = len(rows)
     matrices = _matrices(bench, weights, n)
     entry = _entry(bench, rows, bench.put(norm.raw) if norm else 0)
-    scratch = bench.room(max(linear.scratch_bytes(n, N_IN, matrices, exact=exact), 4))
+    scratch = bench.room(max(linear.scratch_bytes(bench.limits, n, N_IN, matrices, exact=exact), 4))
     if together:
-        _launch(bench, few(bench.limits, entry, matrices, scratch, False, 16))
+        _launch(bench, few(bench.limits, entry, matrices, scratch, False, FEW_WIDTH))
     else:
         _launch(bench, linear.linear(bench.limits, entry, matrices, scratch, exact=exact))
     x = rms(rows, EPS) * norm.values if norm else rows
@@ -103,7 +103,7 @@ def _swiglu(bench: Bench, rows: Array, w: Weight) -> Iterator[Outcome]:
     up = weight(w.kind, N_IN, N_OUT, seed=3)
     rows = rows / 16
     matrices = _matrices(bench, [w, up], len(rows))
-    scratch = bench.room(linear.scratch_bytes(len(rows), N_IN, matrices, swiglu=True))
+    scratch = bench.room(linear.scratch_bytes(bench.limits, len(rows), N_IN, matrices, swiglu=True))
     _launch(bench, linear.linear(bench.limits, _entry(bench, rows), matrices, scratch, swiglu=True))
     gate = rows @ w.values.T
     got = np.array(bench.get(matrices[0].out, len(rows) * N_OUT))

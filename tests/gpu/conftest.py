@@ -44,6 +44,13 @@ def kernels(device: Device) -> Kernels:
     return Kernels(device)
 
 
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """A module that skips itself, for want of a package, is not left unsaid."""
+    if report.skipped and report.nodeid.startswith("tests/gpu/") and isinstance(report.longrepr, tuple):
+        _outcomes[report.nodeid] = "skipped"
+        _reasons[report.nodeid] = str(report.longrepr[2]).removeprefix("Skipped: ")
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if "gpu" in report.keywords:
         worst = _outcomes.get(report.nodeid, "passed")

@@ -120,7 +120,7 @@ def multiply(gpu, x, matrices, width=None, norm=0, eps=0.0, swiglu=False, limits
     """Run `linear` with scratch that is poisoned first."""
     width = width or x.shape[1]
     source = Input(x.data.ptr, x.shape[0], width, x.strides[0] // 4, norm, eps)
-    size = linear.scratch_bytes(x.shape[0], width, matrices, swiglu, exact=exact)
+    size = linear.scratch_bytes(limits or gpu.limits, x.shape[0], width, matrices, swiglu, exact=exact)
     scratch = cp.full(size + 512, 0xFF, cp.uint8)
     start = -scratch.data.ptr % 256
     at = scratch.data.ptr + start
@@ -351,7 +351,7 @@ def test_parts_of_the_columns(gpu, name, parts, swiglu):
     matrices = [Matrix(name, at, n_out, o.address, o.stride) for (_, at), o in zip(kept, outs, strict=True)]
     warps, _, stages, shared = few_shapes(gpu.limits, name, 40)[0]
     shape = FewShape(warps, parts, n_in // FORMATS[name].few_columns // parts, stages, shared)
-    scratch = cp.full(linear.scratch_bytes(m, n_in, matrices, swiglu) + 256, 0xFF, cp.uint8)
+    scratch = cp.full(linear.scratch_bytes(gpu.limits, m, n_in, matrices, swiglu) + 256, 0xFF, cp.uint8)
     gpu(few(gpu.limits, source, matrices, -(-scratch.data.ptr // 256) * 256, swiglu, 40, shape))
     expected, size = products(x, values(name, data[0], n_out, n_in))
     if swiglu:

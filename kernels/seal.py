@@ -88,16 +88,16 @@ class Seal:
         return None
 
     def status(self) -> dict[str, Any]:
-        """For the manifest: {"state": "verified", "device", "driver", "runs"}, of each run how many tests passed, and
-        how many were skipped by reason; or {"state": "pending", "why", "files"}."""
+        """For the manifest: {"state": "verified", "device", "driver", "runs"} or {"state": "pending", "why", "files",
+        "runs"}; of each run how many tests passed, and how many were skipped by reason, on whichever files."""
         changed, pending = self.changed(), self._read(self.pending_path)
-        if changed or self.missing_runs():
-            return {"state": "pending", "why": pending.get("why", "not said"), "files": changed}
-        runs = self._read(self.verified_path)["runs"]
+        runs = self._read(self.verified_path).get("runs", {})
         counts = {
             name: {"passed": len(run["tests"]), "skipped": {why: len(left) for why, left in run["skipped"].items()}}
             for name, run in runs.items()
         }
+        if changed or self.missing_runs():
+            return {"state": "pending", "why": pending.get("why", "not said"), "files": changed, "runs": counts}
         return {
             "state": "verified",
             "device": runs["cubin"]["device"],

@@ -174,24 +174,26 @@ def _package(lib: str) -> list[Check]:
         detail = f"{len(manifest['kernels'])} kernels, built with CUDA {manifest['nvcc']}"
         checks.append(Check("package", OK, detail, figures={"toolkit": manifest["nvcc"]}))
     verification = manifest["verification"]
+    left_out = _left_out(verification["runs"])
     if verification["state"] == "verified":
-        detail = f"these sources passed on {verification['device']}, driver {verification['driver']}"
-        detail += "".join(f"; {left_out}" for left_out in _left_out(verification["runs"]))
+        detail = f"these sources passed on {verification['device']}, driver {verification['driver']}{left_out}"
         checks.append(Check("verified", OK, detail, figures={"verification": verification}))
     else:
         detail = f"{len(verification['files'])} source files have not been tested on a device: {verification['why']}"
+        detail += left_out
         remedy = "in a checkout, on a machine with a device: pytest -m gpu"
         checks.append(Check("verified", NOTE, detail, remedy, {"verification": verification}))
     return checks
 
 
-def _left_out(runs: dict[str, Any]) -> list[str]:
-    """Which tests the sealed runs skipped, and why."""
-    return [
-        f"{count} of {run['passed'] + sum(run['skipped'].values())} tests skipped with {name}: {reason}"
-        for name, run in sorted(runs.items())
-        for reason, count in sorted(run["skipped"].items())
-    ]
+def _left_out(runs: dict[str, Any]) -> str:
+    """Which tests the last whole runs skipped, and why."""
+    names: dict[str, list[str]] = {}
+    for name, run in sorted(runs.items()):
+        whole = run["passed"] + sum(run["skipped"].values())
+        for reason, count in sorted(run["skipped"].items()):
+            names.setdefault(f"{count} of {whole} tests skipped: {reason.partition(': ')[0]}", []).append(name)
+    return "".join(f"; {skipped} (run with {' and '.join(names[skipped])})" for skipped in names)
 
 
 def _size(path: str) -> int:

@@ -50,7 +50,7 @@ def test_a_healthy_machine(fake: Fake, lib: Path, capfd: pytest.CaptureFixture[s
     assert checks["kernels"].figures == {"targets": ["compute_80", "sm_90a"]}
     assert checks["build"].detail.startswith("sm_90a: all 1 kernels load")
     assert checks["package"].detail == "1 kernels, built with CUDA 13.0.88"
-    skipped = "2 of 7 tests skipped with ptx: no model"
+    skipped = "2 of 7 tests skipped: no model (run with ptx)"
     assert checks["verified"].detail == f"these sources passed on H200, driver 580.1; {skipped}"
     assert checks["memory"].detail == "1.00 GiB free of 1.00 GiB"
     assert "96.0 MiB page-locked" in checks["locked memory"].detail
@@ -173,12 +173,12 @@ def test_a_native_part_for_another_machine(fake: Fake, lib: Path):
 def test_sources_no_device_has_seen(fake: Fake, lib: Path):
     manifest = json.loads((lib / "manifest.json").read_text())
     manifest["verification"] = {"state": "pending", "why": "no device could be had", "files": ["kernels/a.cu"]}
+    manifest["verification"]["runs"] = {key: {"passed": 5, "skipped": {"no model: x": 2}} for key in ("cubin", "ptx")}
     (lib / "manifest.json").write_text(json.dumps(manifest))
     check = look(fake, lib)["verified"]
-    assert (
-        check.state == "note"
-        and "1 source files have not been tested on a device: no device could be had" in check.detail
-    )
+    why, skipped = "no device could be had", "2 of 7 tests skipped: no model (run with cubin and ptx)"
+    assert check.state == "note"
+    assert check.detail == f"1 source files have not been tested on a device: {why}; {skipped}"
 
 
 def test_without_nvml(fake: Fake, lib: Path, tmp_path: Path):

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import contenders
 import measure
+import piped
 from contenders import FLOOR, Contender
 from measure import NO_TIME, ROOT, Absent, MeasurementError, summary
 
@@ -354,4 +355,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    piped.run(main)

@@ -22,6 +22,7 @@ from typing import Any
 
 import compare
 import measure
+import piped
 import report
 import shape
 from measure import NO_TIME, MeasurementError
@@ -205,4 +206,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    piped.run(main)

@@ -30,6 +30,7 @@ import energy
 import measure
 import models
 import nvml
+import piped
 import times
 from coldstart import Cell
 from measure import NO_TIME, ROOT, Absent, MeasurementError
@@ -252,4 +253,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    piped.run(main)

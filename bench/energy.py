@@ -18,6 +18,7 @@ import coldstart
 import contenders
 import measure
 import nvml
+import piped
 from measure import NO_TIME, ROOT, Absent, MeasurementError
 
 SHARE = 0.1  # the largest uncertainty a figure may have, of itself
@@ -207,4 +208,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    piped.run(main)

@@ -21,6 +21,7 @@ import contenders
 import device
 import measure
 import models
+import piped
 import times
 from contenders import FLOOR
 from measure import ROOT, MeasurementError, summary
@@ -149,4 +150,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    piped.run(main)

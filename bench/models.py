@@ -10,13 +10,13 @@ model says means nothing.
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import gguf_out
+import piped
 from gguf_out import Fill, Tensor
 
 VOCABULARIES = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "tokenizers"
@@ -369,4 +369,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    piped.run(main)

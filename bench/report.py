@@ -18,6 +18,7 @@ from typing import Any
 import coldstart
 import compare
 import measure
+import piped
 import svg
 from contenders import FLOOR
 from measure import ROOT, MeasurementError, summary
@@ -331,4 +332,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    piped.run(main)

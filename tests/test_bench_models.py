@@ -286,6 +286,31 @@ class TestWarm:
             n = len({tuple(each[:i]) for each in tokens for i in range(len(each))})
             assert (saved["rows"][3]["bytes"], saved["rows"][3]["flops"]) == work.step(plan, 40 + n - 1, 0, n)
 
+    def test_what_the_context_has_no_room_for_is_listed(self, fixtures: Path, tmp_path: Path):
+        """Of the tokens that the fixture was trained for, 64 are for candidates and what is not counted."""
+        model, out = fixtures / "exact" / "qwen3-f16.gguf", tmp_path / "warm.json"
+        with GGUF.open(model) as opened:
+            most = archs.build(opened).n_ctx_train
+        command = [sys.executable, ROOT / "bench" / "warm.py", model, "--out", out, "--backend", "cpu", "--repeat", "1"]
+        command += ["--prefill", str(most - 64), str(most - 63), "--depths", str(most - 68), str(most - 67)]
+        command += ["--decode-tokens", "4", "--score", str(most - 63)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        saved = json.loads(out.read_text())
+        assert [(row["what"], row.get("depth", row["tokens"])) for row in saved["rows"]] == [
+            ("prefill", most - 64),
+            ("decode", most - 68),
+        ]
+        why = f"the model's context is {most} tokens"
+        assert saved["not_run"] == [
+            *(
+                {"contender": f"reflex, {what}", "why": why}
+                for what in (f"prefill {most - 63}", f"decode at depth {most - 67}")
+            ),
+            {"contender": f"reflex, score {most - 63}", "why": why},
+            {"contender": "llama-bench", "why": "not given (--llama-bench PATH)"},
+        ]
+
     def test_shares_of_the_device(self):
         row = {"seconds": [0.01, 0.02, 0.5], "bytes": 4.5e10, "flops": 1.6e12}
         best = {"read_bytes_s": 4.5e12, "copy_bytes_s": 4e12, "bf16_flop_s": 8e14}

@@ -334,24 +334,24 @@ def _types(document: Mapping[str, Any]) -> str:
         line += [f"{row['bytes'] / seconds / 1e9:.0f}" if seconds else "-" for seconds in took]
         line += [f"{of['against_nearest']:.2f}, {of['nearest']}" if of and "nearest" in of else "-" for of in each]
         body.append(line)
-    head = ["type", "bits a weight", "path", *(f"µs, {count} rows" if count > 1 else "µs, 1 row" for count in counts)]
-    head += [f"GB/s, {count}" for count in counts]
-    head += [f"times the nearest, {count}" for count in counts]
+    head = ["type", "bits a weight", "path", *(f"µs, M = {count}" for count in counts)]
+    head += [f"GB/s, M = {count}" for count in counts]
+    head += [f"times the nearest, M = {count}" for count in counts]
     ratios = [(row["against_nearest"], row) for row in rows.values() if "against_nearest" in row]
     said = ""
     if ratios:
         most, worst = max(ratios, key=lambda pair: pair[0])
         medians = [summary([row["against_median"] for _, row in ratios if row["rows"] == count]) for count in counts]
         said = (
-            f" The largest ratio is {most:.2f}, of {worst['type']} at {worst['rows']} rows; the bound is "
+            f" The largest ratio is {most:.2f}, of {worst['type']} at M = {worst['rows']}; the bound is "
             f"{document['bound']:g}. Against the median of all fast types, the median rare one takes "
-            + ", ".join(f"{s.median:.2f}" for s in medians) + f" times as long at {', '.join(map(str, counts))} rows."
+            + ", ".join(f"{s.median:.2f}" for s in medians) + f" times as long at M = {', '.join(map(str, counts))}."
         )  # fmt: skip
     return (
         f"## Products with every type of weight\n\nOne matrix from {document['n_in']} to {document['n_out']}, all that "
-        "the executor launches for it, weights beyond the cache (`bench/rare_types.py`). Types without a fast path of "
-        "their own are held against the fast type whose bits a weight are nearest, of several the fastest: both have "
-        f"about as much to read.{said}\n\n{_table(head, body)}"
+        "the executor launches for M rows of x, weights beyond the cache (`bench/rare_types.py`). Types without a fast "
+        "path of their own are held against the fast type whose bits a weight are nearest, of several the fastest: "
+        f"both have about as much to read.{said}\n\n{_table(head, body)}"
     )
 
 

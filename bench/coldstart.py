@@ -204,7 +204,7 @@ def cells(
         for n, text in texts:
             if contender.prompt_tokens and n not in contender.prompt_tokens:
                 continue
-            more = {"model": os.path.abspath(model), "prompt": text, "context": str(max(prompt_tokens) + 16)}
+            more = {"model": os.path.abspath(model), "prompt": text, "context": str((n or max(prompt_tokens)) + 16)}
             found.append(Cell(contender, {**fields, **more}, n))
     return found
 

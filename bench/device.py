@@ -3,7 +3,6 @@
     python bench/device.py OUT                                in about 20 minutes
     python bench/device.py OUT --only cold --models qwen3-8b  in about 5: page cache cold, beside the disk alone
     python bench/device.py OUT --only idle --models qwen3-8b --n 20 --limit 500
-    python bench/device.py docs/benchmarks && make bench-report
 
 Writes JSON under OUT, a file for each measurement, each as soon as it is done, and prints a short table last. Kernels
 are built first; model files are made meanwhile and kept. `--plan` prints what each part will take and does nothing.

@@ -1,6 +1,7 @@
 """Measurements in pieces: what a call will take, and several calls' results as one set."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -227,15 +228,12 @@ def test_every_tool_ends_through_one_place():
 def test_a_reader_who_has_gone(tmp_path: Path, arguments: list[str]):
     """What is printed has nowhere to go, from the first byte on."""
     words = [word.replace("OUT", str(tmp_path)) for word in arguments[1:]]
-    process = subprocess.Popen(
-        [sys.executable, ROOT / "bench" / arguments[0], *words],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
-    )  # fmt: skip
-    assert process.stdout and process.stderr
-    process.stdout.close()
-    said = process.stderr.read().decode()
-    process.stderr.close()
-    assert (process.wait(60), said) == (1 if arguments[0] == "hold.py" else 141, "")
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, ROOT / "bench" / arguments[0], *words]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, cwd=ROOT, text=True, timeout=60)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (1 if arguments[0] == "hold.py" else 141, "")
 
 
 COMMITTED = sorted((ROOT / "docs" / "benchmarks").rglob("*.json"))

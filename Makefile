@@ -50,8 +50,13 @@ format: $(VENV)/.tests
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
+MEASURED := build/bench/results
 bench:
-	$(PYTHON) bench/device.py docs/benchmarks
+	rm -rf $(MEASURED)
+	$(PYTHON) bench/device.py $(MEASURED)
+	$(PYTHON) bench/device.py $(MEASURED) --only cold --models qwen3-8b
+	$(PYTHON) bench/rare_types.py $(MEASURED)
+	$(PYTHON) bench/collect.py docs/benchmarks $(MEASURED) --fresh
 
 bench-report:
 	$(PYTHON) bench/report.py

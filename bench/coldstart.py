@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 
 import contenders
 import measure
-from contenders import FLOOR, Contender
+import piped
+from contenders import DISKS, FLOOR, Contender
 from measure import NO_TIME, ROOT, Absent, MeasurementError, summary
 
 
@@ -194,16 +195,23 @@ class Cell(NamedTuple):
 def cells(
     ready: Sequence[tuple[Contender, dict[str, str]]], model: str, prompt_tokens: Sequence[int], variant: int = 0
 ) -> list[Cell]:
-    """Every contender with every prompt; one where the prompt makes no difference."""
+    """Every contender with every prompt that it is for; one where the prompt makes no difference."""
     needed = any(contender.prompt for contender, _ in ready)
     prompts = {n: contenders.prompt(model, n, variant) for n in prompt_tokens if needed}
     found = []
     for contender, fields in ready:
         texts: list[tuple[int | None, str]] = [*prompts.items()] if contender.prompt else [(None, "")]
         for n, text in texts:
-            more = {"model": os.path.abspath(model), "prompt": text, "context": str(max(prompt_tokens) + 16)}
+            if contender.prompt_tokens and n not in contender.prompt_tokens:
+                continue
+            more = {"model": os.path.abspath(model), "prompt": text, "context": str((n or max(prompt_tokens)) + 16)}
             found.append(Cell(contender, {**fields, **more}, n))
     return found
+
+
+def of_cache(found: Sequence[Cell], cache: str) -> list[Cell]:
+    """Those that are started with such a page cache."""
+    return [cell for cell in found if cell.contender.cache in (None, cache)]
 
 
 def prepare(found: Sequence[Cell], absent: list[Absent]) -> list[Cell]:
@@ -231,12 +239,13 @@ def rounds(
     until: float = float("inf"),
     holder: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """`n` starts of each cell, interleaved, in one state; a row each. Who fails is moved to `absent` with the reason.
+    """`n` starts of each cell that is for this page cache, interleaved, in one state; a row each. Who fails is moved to
+    `absent` with the reason.
 
     Ends after a whole round when the next would go beyond `until` (CLOCK_MONOTONIC): a row's `n` says what was done.
     """
-    active = list(found)
-    runs: dict[int, list[Run]] = {id(cell): [] for cell in found}
+    active = of_cache(found, cache)
+    runs: dict[int, list[Run]] = {id(cell): [] for cell in active}
     with in_state(state, holder) as gate:
         longest = 0.0
         for number in range(-1 if discard else 0, n):
@@ -301,19 +310,30 @@ def floors(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], floa
     }
 
 
+def disks(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, str], float]:
+    """(state, cache, model) -> the median of the faster way to read all of the file from the disk."""
+    found: dict[tuple[str, str, str], float] = {}
+    for row in rows:
+        if row["contender"] in DISKS:
+            case, median = (row["state"], row["cache"], row["model"]), summary(row["first_ms"]).median
+            found[case] = min(median, found.get(case, median))
+    return found
+
+
 def render(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as text, a table for each state, cache and model."""
-    lines, floor = [], floors(rows)
+    lines, floor, disk = [], floors(rows), disks(rows)
     for case in dict.fromkeys((row["state"], row["cache"], row["model"]) for row in rows):
         body = []
         for row in rows:
             if (row["state"], row["cache"], row["model"]) == case:
                 s, ended = summary(row["first_ms"]), summary(row["exit_ms"])
                 name = row["contender"] + (f", {row['prompt_tokens']} tokens" if row["prompt_tokens"] else "")
-                ratio = f"{s.median / floor[case]:.2f}" if case in floor else "-"
+                ratios = [f"{s.median / of[case]:.2f}" if case in of else "-" for of in (floor, disk)]
                 figures = (f"{x:.1f}" for x in (s.min, s.median, s.p90, ended.median))
-                body.append([name, str(s.n), *figures, ratio])
+                body.append([name, str(s.n), *figures, *(ratios if disk else ratios[:1])])
         head = [f"{case[2]}, {case[0]}, {case[1]} cache", "n", "min", "median", "p90", "exit", "x floor"]
+        head += ["x disk"] if disk else []
         lines.append(measure.table(head, body))
     return "\n\n".join(lines)
 
@@ -354,4 +374,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    piped.run(main)

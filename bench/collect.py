@@ -22,6 +22,7 @@ from typing import Any
 
 import compare
 import measure
+import piped
 import report
 import shape
 from measure import NO_TIME, MeasurementError
@@ -62,7 +63,7 @@ def parts(document: Document) -> Iterator[tuple[str, Document]]:
     """(its name, a result of one model) for each model of a result; of cold starts, for each state and cache, too."""
     rows = document["rows"] if document["kind"] in ("coldstart", "energy") else []
     if not rows:
-        yield f"{document['kind']}-{_stem(document['models'][0]['file'])}", document
+        yield "-".join([document["kind"], *(_stem(model["file"]) for model in document["models"][:1])]), document
     for case in dict.fromkeys(_case(document["kind"], row) for row in rows):
         here = [row for row in rows if _case(document["kind"], row) == case]
         entries = [entry for entry in document["models"] if entry["file"] == here[0]["model"]]
@@ -205,4 +206,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    piped.run(main)

@@ -18,14 +18,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import piped
 from contenders import FLOOR
 from measure import MeasurementError, rank_test, summary
 
 LEVEL = 0.05  # of one false alarm among all rows
 LEAST = 0.01  # a smaller change is not worth a name
-KEYS = ("state", "cache", "model", "engine", "contender", "what", "prompt_tokens", "tokens", "depth", "candidates")
+KEYS = (
+    "state",
+    "cache",
+    "model",
+    "engine",
+    "contender",
+    "what",
+    "prompt_tokens",
+    "tokens",
+    "depth",
+    "candidates",
+    "type",
+    "rows",
+)
 TIMES = {"first_ms": "to the first token", "exit_ms": "to the exit", "seconds": ""}
-KINDS = ("coldstart", "energy", "timeline", "warm", "stdio", "experts")
+KINDS = ("coldstart", "energy", "timeline", "warm", "stdio", "experts", "types")
 Row = Mapping[str, Any]
 
 
@@ -61,7 +75,9 @@ def by_key(documents: Sequence[Mapping[str, Any]]) -> dict[tuple[str, ...], Row]
     found: dict[tuple[str, ...], Row] = {}
     for document in documents:
         for row in document["rows"]:
-            whole = row if "model" in row else {"model": document["models"][0]["file"], **row}
+            whole = row
+            if "model" not in row and document["models"]:
+                whole = {"model": document["models"][0]["file"], **row}
             name = (document["kind"], *key(whole))
             if name in found:
                 raise MeasurementError(f"two results for {', '.join(name)}")
@@ -152,4 +168,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    piped.run(main)

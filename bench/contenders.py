@@ -1,4 +1,4 @@
-"""Who is measured: contenders.toml read, programs found, the floor built, prompts of a given length made."""
+"""Who is measured: contenders.toml read, programs found or compiled, prompts of a given length made."""
 
 import os
 import shutil
@@ -13,8 +13,12 @@ from typing import NamedTuple
 from measure import ROOT, Absent, MeasurementError
 
 FILE = ROOT / "bench" / "contenders.toml"
-FLOOR = "floor"
-_KEYS = {"name", "command", "binary", "env", "echo", "prepare", "prompt"}
+FLOOR, REFLEX, DECISION = "floor", "reflex", "reflex system1"
+DISKS = ("disk, direct", "disk, buffered")
+"""Rows that others are held against; of the disk's the faster one."""
+_OURS = ("floor", "disk")
+"""Programs in C beside this file, compiled here and now; a command that has one's name in braces needs it."""
+_KEYS = {"name", "command", "binary", "env", "echo", "prepare", "prompt", "prompt_tokens", "cache"}
 
 
 class Contender(NamedTuple):
@@ -27,6 +31,8 @@ class Contender(NamedTuple):
     echo: bool = False
     prepare: tuple[str, ...] = ()
     prompt: bool = True
+    prompt_tokens: tuple[int, ...] = ()
+    cache: str | None = None
 
     def argv(self, fields: Mapping[str, str], command: Sequence[str] | None = None) -> list[str]:
         """The command with its fields filled in, `{start}` being now."""
@@ -52,7 +58,9 @@ def read(path: Path = FILE) -> list[Contender]:
         if unknown or "name" not in table or "command" not in table:
             what = f"unknown keys {sorted(unknown)}" if unknown else "name and command are needed"
             raise MeasurementError(f"{path}: contender {table.get('name', '?')}: {what}")
-        lists = {key: tuple(table[key]) for key in ("command", "prepare") if key in table}
+        if table.get("cache", "warm") not in ("warm", "cold"):
+            raise MeasurementError(f"{path}: contender {table['name']}: cache is {table['cache']!r}, not warm or cold")
+        lists = {key: tuple(table[key]) for key in ("command", "prepare", "prompt_tokens") if key in table}
         found.append(Contender(**{**table, **lists}))
     names = [contender.name for contender in found]
     if len({*names}) < len(names):
@@ -73,8 +81,9 @@ def locate(
                 if binary is None or not os.access(binary, os.X_OK):
                     raise MeasurementError(f"no {contender.binary} on this machine")
                 fields["binary"] = binary
-            if any("{floor}" in word for word in contender.command):
-                fields["floor"] = str(build_floor(out))
+            for name in _OURS:
+                if any("{" + name + "}" in word for word in contender.command):
+                    fields[name] = str(compiled(name, out))
         except MeasurementError as error:
             absent.append({"contender": contender.name, "why": str(error)})
             continue
@@ -82,17 +91,17 @@ def locate(
     return ready, absent
 
 
-def build_floor(out: Path) -> Path:
-    """bench/floor.c, compiled here and now."""
-    floor = out / "floor"
-    floor.parent.mkdir(parents=True, exist_ok=True)
+def compiled(name: str, out: Path) -> Path:
+    """A program of `_OURS`; MeasurementError where there is no compiler for it."""
+    program = out / name
+    program.parent.mkdir(parents=True, exist_ok=True)
     compiler = os.environ.get("CC", "cc")
-    command = [compiler, "-O1", str(ROOT / "bench" / "floor.c"), "-o", str(floor), "-ldl", "-lpthread"]
+    command = [compiler, "-O1", str(ROOT / "bench" / f"{name}.c"), "-o", str(program), "-ldl", "-lpthread"]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise MeasurementError(f"bench/floor.c does not compile: {getattr(error, 'stderr', error)}") from None
-    return floor
+        raise MeasurementError(f"bench/{name}.c does not compile: {getattr(error, 'stderr', error)}") from None
+    return program
 
 
 _WORDS = (
@@ -116,7 +125,8 @@ def prompt(model: str | os.PathLike[str], n_tokens: int, variant: int = 0) -> st
         raise MeasurementError(str(error)) from None
     words: list[str] = []
     while (n := len(tokenizer.encode(" ".join(words)))) < n_tokens or not words:
-        words.append(_WORDS[(variant + len(words)) % len(_WORDS)])
+        for _ in range(max(1, (n_tokens - n) // 2)):  # a word may be more than one token
+            words.append(_WORDS[(variant + len(words)) % len(_WORDS)])
     if n != n_tokens:
         raise MeasurementError(f"{model}: no text of common words has {n_tokens} tokens; the nearest has {n}")
     return " ".join(words)

@@ -40,6 +40,7 @@ sys.path[:0] = [str(given.root.resolve()), str(ROOT / "tests")]
 import layers  # noqa: E402
 import measure  # noqa: E402
 import numpy as np  # noqa: E402
+import piped  # noqa: E402
 from delta_reference import KERNEL, Data, Net, expected  # noqa: E402
 
 from reflex_ipc.cuda import families, launch  # noqa: E402
@@ -161,4 +162,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    piped.run(main)

@@ -1,16 +1,17 @@
 """Everything on a machine with a GPU, in one call and within a time limit: build, model files, all measurements.
 
-    python bench/device.py OUT                                in about 8 minutes
+    python bench/device.py OUT                                in about 20 minutes
+    python bench/device.py OUT --only cold --models qwen3-8b  in about 5: page cache cold, beside the disk alone
     python bench/device.py OUT --only idle --models qwen3-8b --n 20 --limit 500
-    python bench/device.py docs/benchmarks && make bench-report
 
 Writes JSON under OUT, a file for each measurement, each as soon as it is done, and prints a short table last. Kernels
 are built first; model files are made meanwhile and kept. `--plan` prints what each part will take and does nothing.
 
-Where one call is too short for everything, `--only` and `--models` share it out among several, on machines that may be
-gone between them; bench/collect.py puts the results of all into one folder. The idle state comes last, because each of
-its starts waits for 4 seconds, and 20 runs of a shape beside the floor take 3 minutes: each shape gets its share of the
-time that is left, rows say how many runs that was, and what was cut is listed as not run.
+Where one call is too short for everything, `--only`, `--models` and `--contenders` share it out among several, on
+machines that may be gone between them; bench/collect.py puts the results of all into one folder. A cold page cache is a
+call of its own: each of its starts takes seconds, as long as the disk does. The idle state comes last, because each of
+its starts waits for 4 seconds, and 20 runs of a shape beside the floor take 3 minutes. Of both each shape gets its part
+of the time that is left, rows say how many runs that was, and what was cut is listed as not run.
 """
 
 import argparse
@@ -30,23 +31,27 @@ import energy
 import measure
 import models
 import nvml
+import piped
 import times
 from coldstart import Cell
+from contenders import DECISION, Contender
 from measure import NO_TIME, ROOT, Absent, MeasurementError
 
 MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b")
-LARGE = 10e9  # bytes; larger files come behind the others, and get the parts below unless some were asked for
-LARGE_PARTS = ("back-to-back", "held", "warm")
-PARTS = ("back-to-back", "held", "cold", "timeline", "warm", "stdio", "energy", "idle")
+LARGE = 10e9  # bytes; larger files come behind the others, one by one
+PARTS = ("back-to-back", "held", "timeline", "warm", "stdio", "energy", "idle")
+COLD = "cold"
 TOOLS = {
     "timeline": ("--runs", "7"),
-    "warm": ("--prefill", "512", "--depths", "128", "4096", "--score", "32", "512", "--repeat", "3"),
+    "warm": ("--score", "32", "512", "--repeat", "3"),
     "stdio": (),
 }
 """Instruments that are run as they are, and their options."""
 MARGIN = 100 << 20  # of the disk, besides a file's weights
-PROMPTS = (5, 512)
-N, N_COLD = 20, 3
+PROMPTS = {"back-to-back": (5, 128, 512, 2048), "held": (5, 512)}
+"""Tokens, by state; in others the shortest."""
+N = 20
+_SHORTEST = min(min(lengths) for lengths in PROMPTS.values())
 ENERGY = (20, 10.0, 4.0)  # starts and seconds of a batch, at least; seconds of idle power
 
 
@@ -139,14 +144,12 @@ def make(session: Session, folder: Path, name: str) -> Path:
     return path
 
 
-def first_starts(
-    session: Session, name: str, model: Path, ready: Sequence[Any], prompts: Sequence[int] = PROMPTS
-) -> None:
+def first_starts(session: Session, name: str, model: Path, ready: Sequence[Any], prompts: Sequence[int]) -> None:
     """Choose prompts that are answered with a token that has text, where there are some, by trying them."""
     for variant in range(8):
         found = session.cells[name] = coldstart.cells(ready, str(model), prompts, variant)
         try:
-            for cell in found:
+            for cell in coldstart.of_cache(found, "warm"):
                 cell.launch()
             return
         except coldstart.Failed as failure:
@@ -155,47 +158,70 @@ def first_starts(
                 return
 
 
+def prompts(parts: Sequence[str]) -> list[int]:
+    """The lengths that these parts ask for."""
+    return sorted({n for part in parts for n in PROMPTS.get(part, (_SHORTEST,))})
+
+
+def _in_state(found: Sequence[Cell], state: str) -> list[Cell]:
+    return [cell for cell in found if cell.prompt_tokens in (None, *PROMPTS[state])]
+
+
+def _short(found: Sequence[Cell]) -> list[Cell]:
+    """What the parts are made of that have one prompt: a token of each contender, no decision."""
+    return [c for c in found if c.prompt_tokens in (None, _SHORTEST) and c.contender.name != DECISION]
+
+
 def run(session: Session, parts: Sequence[str], names: Sequence[str], files: dict[str, Path], more: str = "") -> None:
     """The parts, of these models together. `more` distinguishes the names of the files they go to."""
     every = [cell for name in names for cell in session.cells.get(name, [])]
-    short = [cell for cell in every if cell.prompt_tokens in (None, min(PROMPTS))]
-    for state in ("back-to-back", "held"):
+    for state in PROMPTS:
         if state in parts:
             out = f"coldstart-{state}{more}"
-            session.part(state, names, session.starts, out, every, state, "warm", session.n)
-    if "cold" in parts:
-        session.part("cold", names, session.starts, f"coldstart-cold{more}", short, "back-to-back", "cold", N_COLD)
+            session.part(state, names, session.starts, out, _in_state(every, state), state, "warm", session.n)
     for part in TOOLS:
         if part in parts:
             for name in names:
                 session.part(part, [name], session.tool, part, name, files[name], *TOOLS[part])
     if "energy" in parts:
-        session.part("energy", names, session.energy, f"energy{more}", short)
+        session.part("energy", names, session.energy, f"energy{more}", _short(every))
 
 
-def idle(session: Session, names: Sequence[str]) -> None:
+def one_by_one(session: Session, part: str, names: Sequence[str]) -> None:
+    """`cold` or `idle`, whose starts are long: each model gets its share of the time that is left."""
+    state, cache = ("back-to-back", "cold") if part == COLD else (part, "warm")
     for i, name in enumerate(names):
-        found = [cell for cell in session.cells.get(name, []) if cell.prompt_tokens in (None, min(PROMPTS))]
         share = session.left() / (len(names) - i)
-        out = f"coldstart-idle-{name}"
-        session.part("idle", [name], session.starts, out, found, "idle", "warm", session.n, share)
+        found = _short(session.cells.get(name, []))
+        session.part(part, [name], session.starts, f"coldstart-{part}-{name}", found, state, cache, session.n, share)
 
 
-def plan(parts: Sequence[str], large_parts: Sequence[str], names: Sequence[str], n: int) -> str:
-    """What each part of each model will take, in seconds, with the floor and reflex as contenders."""
+def plan(parts: Sequence[str], names: Sequence[str], n: int, ready: Sequence[Contender]) -> str:
+    """What each part of each model will take, in seconds."""
     body, total = [], 0.0
+
+    def rows(part: str, cache: str = "warm") -> int:
+        """Rows of a part in a table of a model."""
+        cells = [
+            Cell(contender, {}, tokens)
+            for contender in ready
+            for tokens in (PROMPTS.get(part, (_SHORTEST,)) if contender.prompt else (None,))
+            if tokens in (None, *(contender.prompt_tokens or (tokens,)))
+        ]
+        return len(coldstart.of_cache(cells if part in PROMPTS else _short(cells), cache))
+
     for name in names:
         size = models.size(name)
-        takes = {"file": times.making(size), "first starts": times.starts(size, 0, 3)}
-        for part in parts if size < LARGE else large_parts:
-            if part in ("back-to-back", "held"):
-                takes[part] = times.starts(size, n, 3)
+        takes = {"file": times.making(size), "first starts": times.starts(size, 0, len(ready) + 3)}
+        for part in parts:
+            if part in PROMPTS:
+                takes[part] = times.starts(size, n, rows(part))
             elif part == "idle":
-                takes[part] = times.starts(size, n, 2, coldstart.STATES["idle"].gap_s)
+                takes[part] = times.starts(size, n, rows(part), coldstart.STATES["idle"].gap_s)
             elif part == "energy":
-                takes[part] = 2 * (ENERGY[1] + ENERGY[2] + 2 * energy.SETTLE_S + 2)
-            elif part == "cold":
-                takes[part] = 2 * N_COLD * (1 + size / times.WRITTEN)
+                takes[part] = rows(part) * (ENERGY[1] + ENERGY[2] + 2 * energy.SETTLE_S + 2)
+            elif part == COLD:
+                takes[part] = times.cold(size, n, rows(part, "cold"))
             else:
                 takes[part] = times.warm(size) if part == "warm" else times.TOOL_S
         total += sum(takes.values())
@@ -206,22 +232,29 @@ def plan(parts: Sequence[str], large_parts: Sequence[str], names: Sequence[str],
 def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, description="Everything on a machine with a GPU.")
     parser.add_argument("out", type=Path, help="folder of the JSON files")
-    parser.add_argument("--limit", type=float, default=460, metavar="S", help="seconds in all (460)")
-    parser.add_argument("--only", action="append", choices=PARTS, help="repeatable; all by default")
+    parser.add_argument("--limit", type=float, default=1500, metavar="S", help="seconds in all (1500)")
+    parser.add_argument("--only", action="append", choices=(*PARTS, COLD), help="repeatable; all but cold by default")
     parser.add_argument("--models", nargs="+", choices=models.SHAPES, default=MODELS)
     parser.add_argument("--n", type=int, default=N, help=f"starts that count, of each ({N})")
+    parser.add_argument("--contenders", nargs="+", metavar="NAME", help="of bench/contenders.toml; all by default")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "bench", help="of the model files")
     parser.add_argument("--target", default="sm_90a", help="of the kernels; none builds none (sm_90a)")
     parser.add_argument("--binary", action="append", default=[], metavar="NAME=PATH", help="of other engines")
     parser.add_argument("--plan", action="store_true", help="print what each part will take, and end")
     options = parser.parse_args()
-    parts, large_parts = options.only or PARTS, options.only or LARGE_PARTS
-    if options.plan:
-        print(plan(parts, large_parts, options.models, options.n))
-        return 0
-    session = Session(options.out, options.limit, options.n)
-    files: dict[str, Path] = {}
+    parts = options.only or PARTS
     try:
+        named = [c for c in contenders.read() if c.name in (options.contenders or [c.name])]
+        if unknown := {*(options.contenders or ())} - {c.name for c in named}:
+            raise MeasurementError(f"no contender is called {', '.join(sorted(unknown))}")
+        binaries = dict(pair.split("=", 1) for pair in options.binary)
+        ready, absent = contenders.locate(named, binaries, options.folder)
+        if options.plan:
+            print(plan(parts, options.models, options.n, [contender for contender, _ in ready]))
+            return 0
+        session = Session(options.out, options.limit, options.n)
+        session.absent = absent
+        files: dict[str, Path] = {}
         with ThreadPoolExecutor(1) as builder:
             built = builder.submit(build, options.target) if options.target != "none" else None
             for name in options.models:
@@ -229,21 +262,18 @@ def main() -> int:
             if built is not None:
                 print(f"kernels: {built.result()}", flush=True)
         print(f"ready after {time.monotonic() - session.began:.0f} s", flush=True)
-        binaries = dict(pair.split("=", 1) for pair in options.binary)
-        ready, session.absent = contenders.locate(contenders.read(), binaries, options.folder)
     except MeasurementError as error:
         sys.stderr.write(f"device: {error}\n")
         return 1
+    lengths = prompts(parts)
     small = [name for name in files if session.entries[files[name].name]["bytes"] < LARGE]
-    large = [name for name in files if name not in small]
-    for name in small:
-        session.part("first starts", [name], first_starts, session, name, files[name], ready)
-    run(session, parts, small, files)
-    for name in large:
-        session.part("first starts", [name], first_starts, session, name, files[name], ready)
-        run(session, large_parts, [name], files, f"-{name}")
-    if "idle" in parts:
-        idle(session, small if "idle" not in large_parts else list(files))
+    for i, names in enumerate([small, *([name] for name in files if name not in small)]):
+        for name in names:
+            session.part("first starts", [name], first_starts, session, name, files[name], ready, lengths)
+        run(session, parts, names, files, f"-{names[0]}" if i else "")
+    for part in (COLD, "idle"):
+        if part in parts:
+            one_by_one(session, part, list(files))
     for text in filter(None, session.texts):
         print(f"\n{text}")
     for each in dict.fromkeys((e["contender"], e["why"]) for e in session.absent):
@@ -252,4 +282,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    piped.run(main)

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import measure
+import piped
 from measure import MeasurementError, summary
 
 from reflex_ipc import archs
@@ -250,4 +251,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    piped.run(main)

@@ -15,6 +15,7 @@ from typing import Any
 
 import contenders
 import measure
+import piped
 from coldstart import STATES, Run, in_state, start
 from measure import ROOT, MeasurementError, summary
 
@@ -100,4 +101,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    piped.run(main)

@@ -21,8 +21,9 @@ import contenders
 import device
 import measure
 import models
+import piped
 import times
-from contenders import FLOOR
+from contenders import DECISION, FLOOR, REFLEX
 from measure import ROOT, MeasurementError, summary
 from rates import shares
 
@@ -64,9 +65,7 @@ def starts(path: Path) -> dict[str, Any]:
         return {}
     rows = json.loads(path.read_text())["rows"]
     return {
-        f"{row['contender']}_ms": summary(row["first_ms"]).median
-        for row in rows
-        if row["contender"] in (FLOOR, "reflex")
+        f"{row['contender']}_ms": summary(row["first_ms"]).median for row in rows if row["contender"] in (FLOOR, REFLEX)
     }
 
 
@@ -122,7 +121,8 @@ def main() -> int:
         return 0
     session = device.Session(options.out, options.limit)
     try:
-        ready, session.absent = contenders.locate(contenders.read(), {}, options.folder)
+        named = [contender for contender in contenders.read() if contender.name != DECISION]
+        ready, session.absent = contenders.locate(named, {}, options.folder)
     except MeasurementError as error:
         sys.stderr.write(f"families: {error}\n")
         return 1
@@ -149,4 +149,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    piped.run(main)

@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 import measure  # noqa: E402
 import numpy as np  # noqa: E402
+import piped  # noqa: E402
 
 import build  # noqa: E402
 from reflex_ipc.cuda import linear  # noqa: E402
@@ -387,4 +388,4 @@ def render(rows: Sequence[dict[str, Any]], swept: Sequence[dict[str, Any]], coun
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    piped.run(main)

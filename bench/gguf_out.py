@@ -43,13 +43,16 @@ TYPES = {
 }
 
 
+Fill = str | tuple[float, ...]
+
+
 class Tensor(NamedTuple):
-    """`ne` fastest first, as in the file. fill: "weight", or for F32 "norm", "decay", "bias"."""
+    """`ne` fastest first, as in the file. fill: "weight", or for F32 "norm", "decay", "bias", or the values."""
 
     name: str
     type: str
     ne: tuple[int, ...]
-    fill: str = "weight"
+    fill: Fill = "weight"
 
     @property
     def n_elements(self) -> int:
@@ -104,6 +107,8 @@ class Pools:
         return pool
 
     def _floats(self, tensor: Tensor) -> npt.NDArray[np.float32]:
+        if isinstance(tensor.fill, tuple):
+            return np.array(tensor.fill, np.float32)
         normal = self._rng.standard_normal(tensor.n_elements, dtype=np.float32)
         if tensor.fill == "norm":
             normal = 1 + normal / np.float32(10)

@@ -5,6 +5,7 @@ work: while it lives, other processes start the driver faster.
 """
 
 import ctypes
+import os
 import signal
 import sys
 
@@ -19,8 +20,10 @@ def main() -> int:
     if code:
         sys.stderr.write(f"hold: cuInit failed: error {code}\n")
         return 1
-    sys.stdout.write("holding\n")
-    sys.stdout.flush()
+    try:
+        os.write(1, b"holding\n")
+    except BrokenPipeError:
+        return 1
     signal.pause()
     return 0
 

@@ -47,6 +47,7 @@ sys.path[:0] = [str(ROOT)]
 
 import layers  # noqa: E402
 import measure  # noqa: E402
+import piped  # noqa: E402
 
 from reflex_ipc.cuda import latent, launch  # noqa: E402
 from reflex_ipc.cuda.device import Device, start_driver  # noqa: E402
@@ -134,4 +135,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    piped.run(main)

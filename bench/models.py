@@ -9,14 +9,15 @@ model says means nothing.
 """
 
 import argparse
-import sys
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import gguf_out
-from gguf_out import Tensor
+import piped
+from gguf_out import Fill, Tensor
 
 VOCABULARIES = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "tokenizers"
 MIXES = {"Q4_K_M": 15, "Q8_0": 7, "BF16": 32}
@@ -46,38 +47,56 @@ class Shape(NamedTuple):
     bos: int | None = None  # where prompts begin with one
     n_dense: int = 0  # leading layers without experts, of DeepSeek
     q_rank: int = 0  # of DeepSeek's queries; 0: in one piece
+    eps: float = 1e-6
+    freq_base: float = 1e6
 
 
 SHAPES = {
+    # Its own vocabulary is not among the recorded ones; another real one is filled up to its size.
+    "llama-3.2-1b": Shape(
+        "llama", 16, 2048, 32, 8, 64, 8192, 128256, 131072, "deepseek-llm", tied=True, bos=100000, eps=1e-5,
+        freq_base=5e5,
+    ),
+    "qwen2.5-1.5b": Shape("qwen2", 28, 1536, 12, 2, 128, 8960, 151936, 32768, "qwen3", tied=True),
     "qwen3-0.6b": Shape("qwen3", 28, 1024, 16, 8, 128, 3072, 151936, 40960, "qwen3", tied=True),
     "qwen3-8b": Shape("qwen3", 36, 4096, 32, 8, 128, 12288, 151936, 40960, "qwen3"),
     "qwen3-30b-a3b": Shape(
         "qwen3moe", 48, 2048, 32, 4, 128, 6144, 151936, 40960, "qwen3", n_expert=128, n_used=8, n_ff_exp=768
     ),
     "qwen3.5-0.8b": Shape(
-        "qwen35", 24, 1024, 8, 2, 256, 3584, 248320, 262144, "qwen35", tied=True, n_head_k=16, n_head_v=16
+        "qwen35", 24, 1024, 8, 2, 256, 3584, 248320, 262144, "qwen35", tied=True, n_head_k=16, n_head_v=16,
+        freq_base=1e7,
     ),
-    "qwen3.5-9b": Shape("qwen35", 32, 4096, 16, 4, 256, 12288, 248320, 262144, "qwen35", n_head_k=16, n_head_v=32),
+    "qwen3.5-9b": Shape(
+        "qwen35", 32, 4096, 16, 4, 256, 12288, 248320, 262144, "qwen35", n_head_k=16, n_head_v=32,
+        freq_base=1e7,
+    ),
     "qwen3.5-35b-a3b": Shape(
         "qwen35moe", 40, 2048, 16, 2, 256, 0, 248320, 262144, "qwen35", n_expert=256, n_used=8, n_ff_exp=512,
-        n_ff_shared=512, n_head_k=16, n_head_v=32,
+        n_ff_shared=512, n_head_k=16, n_head_v=32, freq_base=1e7,
+    ),
+    "qwen3-next-80b-a3b": Shape(
+        "qwen3next", 48, 2048, 16, 2, 256, 5120, 151936, 262144, "qwen3", n_expert=512, n_used=10, n_ff_exp=512,
+        n_ff_shared=512, n_head_k=16, n_head_v=32, freq_base=1e7,
     ),
     "deepseek-v2-lite": Shape(
         "deepseek2", 27, 2048, 16, 1, 192, 10944, 102400, 163840, "deepseek-llm", n_expert=64, n_used=6, n_ff_exp=1408,
-        n_ff_shared=2816, bos=100000, n_dense=1,
+        n_ff_shared=2816, bos=100000, n_dense=1, freq_base=1e4,
     ),
     "deepseek-v3": Shape(
         "deepseek2", 61, 7168, 128, 1, 192, 18432, 129280, 163840, "deepseek-v3", n_expert=256, n_used=8, n_ff_exp=2048,
-        n_ff_shared=2048, bos=0, n_dense=3, q_rank=1536,
+        n_ff_shared=2048, bos=0, n_dense=3, q_rank=1536, freq_base=1e4,
     ),
 }  # fmt: skip
 
-_CONV, _STATE = 4, 128  # taps of the convolution and size of a delta-net head, in every Qwen3.5
+_CONV, _STATE = 4, 128  # taps of the convolution and size of a delta-net head, in every Qwen3.5 and Qwen3-Next
 _EVERY = 4  # one layer in so many is of full attention
 _RANK, _NOPE, _ROPE, _VALUE = 512, 128, 64, 128  # DeepSeek-V2's latent attention
 
+_FACTOR, _LOW, _HIGH, _ORIGINAL = 32.0, 1.0, 4.0, 8192  # of Llama 3.2's longer context
+
 # A tensor before the mix is chosen: name, ne, and for F32 what fills it.
-Slot = tuple[str, tuple[int, ...], str | None]
+Slot = tuple[str, tuple[int, ...], Fill | None]
 
 
 def tensors(shape: Shape, mix: str) -> list[Tensor]:
@@ -123,11 +142,24 @@ def _slots(s: Shape) -> Iterator[Slot]:
     if not s.tied:
         yield "output.weight", (s.n_embd, s.n_vocab), None
     yield "token_embd.weight", (s.n_embd, s.n_vocab), None
-    layer = {"qwen35": _qwen35_layer, "qwen35moe": _qwen35_layer, "deepseek2": _deepseek2_layer}.get(s.arch, _layer)
+    if s.arch == "llama":
+        yield "rope_freqs.weight", (s.head_dim // 2,), _slower_rotations(s)
+    layer = _LAYERS.get(s.arch, _layer)
     for i in range(s.n_layer):
         for name, ne, fill in layer(s, i):
             yield f"blk.{i}.{name}", ne, fill
     yield "output_norm.weight", (s.n_embd,), "norm"
+
+
+def _slower_rotations(s: Shape) -> tuple[float, ...]:
+    """What Llama 3 divides angles by: 1 where a turn is short against the context it was first trained for, the whole
+    factor where it is longer, something between in between."""
+    found = []
+    for i in range(s.head_dim // 2):
+        turns = _ORIGINAL / (2 * math.pi * s.freq_base ** (2 * i / s.head_dim))
+        share = min(1.0, max(0.0, (turns - _LOW) / (_HIGH - _LOW)))
+        found.append(1 / (share + (1 - share) / _FACTOR))
+    return tuple(found)
 
 
 def _layer(s: Shape, _: int) -> Iterator[Slot]:
@@ -138,12 +170,19 @@ def _layer(s: Shape, _: int) -> Iterator[Slot]:
 
 
 def _attention(s: Shape, query_rows: int) -> Iterator[Slot]:
-    yield "attn_k_norm.weight", (s.head_dim,), "norm"
-    yield "attn_k.weight", (s.n_embd, s.n_head_kv * s.head_dim), None
+    yield from _projection(s, "k", s.n_head_kv * s.head_dim)
     yield "attn_output.weight", (s.n_head * s.head_dim, s.n_embd), None
-    yield "attn_q_norm.weight", (s.head_dim,), "norm"
-    yield "attn_q.weight", (s.n_embd, query_rows), None
-    yield "attn_v.weight", (s.n_embd, s.n_head_kv * s.head_dim), None
+    yield from _projection(s, "q", query_rows)
+    yield from _projection(s, "v", s.n_head_kv * s.head_dim)
+
+
+def _projection(s: Shape, name: str, n: int) -> Iterator[Slot]:
+    """Rows of q, k or v: with biases in qwen2, which normalises no heads, nor does llama."""
+    if name != "v" and s.arch not in ("llama", "qwen2"):
+        yield f"attn_{name}_norm.weight", (s.head_dim,), "norm"
+    if s.arch == "qwen2":
+        yield f"attn_{name}.bias", (n,), "bias"
+    yield f"attn_{name}.weight", (s.n_embd, n), None
 
 
 def _ffn(s: Shape, dense: bool) -> Iterator[Slot]:
@@ -160,19 +199,22 @@ def _ffn(s: Shape, dense: bool) -> Iterator[Slot]:
         yield "ffn_down_shexp.weight", (s.n_ff_shared, s.n_embd), None
         yield "ffn_gate_shexp.weight", (s.n_embd, s.n_ff_shared), None
         yield "ffn_up_shexp.weight", (s.n_embd, s.n_ff_shared), None
-        if s.arch == "qwen35moe":
+        if s.n_head_v:
             yield "ffn_gate_inp_shexp.weight", (s.n_embd, 1), "weight"
 
 
-def _qwen35_layer(s: Shape, i: int) -> Iterator[Slot]:
+def _delta_net_layer(s: Shape, i: int) -> Iterator[Slot]:
     n_key, n_value = s.n_head_k * _STATE, s.n_head_v * _STATE
     yield "attn_norm.weight", (s.n_embd,), "norm"
     if (i + 1) % _EVERY:
         yield "ssm_a", (s.n_head_v,), "decay"
         yield "ssm_conv1d.weight", (_CONV, 2 * n_key + n_value), "weight"
         yield "ssm_dt.bias", (s.n_head_v,), "bias"
-        yield "ssm_alpha.weight", (s.n_embd, s.n_head_v), None
-        yield "ssm_beta.weight", (s.n_embd, s.n_head_v), None
+        if s.arch == "qwen3next":
+            yield "ssm_ba.weight", (s.n_embd, 2 * s.n_head_v), None
+        else:
+            yield "ssm_alpha.weight", (s.n_embd, s.n_head_v), None
+            yield "ssm_beta.weight", (s.n_embd, s.n_head_v), None
         yield "attn_qkv.weight", (s.n_embd, 2 * n_key + n_value), None
         yield "attn_gate.weight", (s.n_embd, n_value), None
         yield "ssm_norm.weight", (_STATE,), "norm"
@@ -203,6 +245,14 @@ def _deepseek2_layer(s: Shape, i: int) -> Iterator[Slot]:
         yield "attn_q.weight", (s.n_embd, queries), None
 
 
+_LAYERS: dict[str, Callable[[Shape, int], Iterator[Slot]]] = {
+    "qwen35": _delta_net_layer,
+    "qwen35moe": _delta_net_layer,
+    "qwen3next": _delta_net_layer,
+    "deepseek2": _deepseek2_layer,
+}
+
+
 def metadata(name: str, s: Shape, mix: str) -> dict[str, Any]:
     """All but the vocabulary."""
     keys: dict[str, Any] = {
@@ -213,8 +263,8 @@ def metadata(name: str, s: Shape, mix: str) -> dict[str, Any]:
         "attention.head_count_kv": s.n_head_kv,
         "attention.key_length": s.head_dim,
         "attention.value_length": s.head_dim,
-        "attention.layer_norm_rms_epsilon": 1e-6,
-        "rope.freq_base": 1e6,
+        "attention.layer_norm_rms_epsilon": s.eps,
+        "rope.freq_base": s.freq_base,
         "vocab_size": s.n_vocab,
     }
     if s.n_ff:
@@ -234,11 +284,11 @@ def metadata(name: str, s: Shape, mix: str) -> dict[str, Any]:
     }
 
 
-def _qwen35_keys(s: Shape) -> dict[str, Any]:
-    keys: dict[str, Any] = {
-        "rope.freq_base": 1e7,
-        "rope.dimension_count": s.head_dim // 4,
-        "rope.dimension_sections": [11, 11, 10, 0],
+def _delta_net_keys(s: Shape) -> dict[str, Any]:
+    keys: dict[str, Any] = {"rope.dimension_count": s.head_dim // 4}
+    if s.arch != "qwen3next":
+        keys["rope.dimension_sections"] = [11, 11, 10, 0]
+    keys |= {
         "ssm.conv_kernel": _CONV,
         "ssm.state_size": _STATE,
         "ssm.group_count": s.n_head_k,
@@ -253,7 +303,6 @@ def _deepseek2_keys(s: Shape) -> dict[str, Any]:
     """Of V3 where queries have a rank, else of V2-Lite: how experts are chosen, and the magnitude of YaRN."""
     is_v3 = s.q_rank > 0
     keys: dict[str, Any] = {
-        "rope.freq_base": 1e4,
         "rope.dimension_count": _ROPE,
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": 40.0,
@@ -276,8 +325,10 @@ def _deepseek2_keys(s: Shape) -> dict[str, Any]:
 
 
 _FAMILY_KEYS: dict[str, Callable[[Shape], dict[str, Any]]] = {
-    "qwen35": _qwen35_keys,
-    "qwen35moe": _qwen35_keys,
+    "llama": lambda s: {"rope.dimension_count": s.head_dim},
+    "qwen35": _delta_net_keys,
+    "qwen35moe": _delta_net_keys,
+    "qwen3next": _delta_net_keys,
     "deepseek2": _deepseek2_keys,
 }
 
@@ -318,4 +369,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    piped.run(main)

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import piped
+
 _ADDRESS = "127.0.0.1:11987"
 
 
@@ -115,4 +117,4 @@ _ENGINES: dict[str, Callable[..., None]] = {
 }
 
 if __name__ == "__main__":
-    _ENGINES[sys.argv[1]](*sys.argv[2:])
+    piped.run(lambda: _ENGINES[sys.argv[1]](*sys.argv[2:]))

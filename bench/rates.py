@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
+import piped
+
 COPY = READ = 4 << 30  # bytes, beyond any cache
 HOST = 1 << 30
 SIDE = 8192  # of the square matrices
@@ -92,4 +94,4 @@ def _cupy() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    piped.run(main)

@@ -18,8 +18,9 @@ from typing import Any
 import coldstart
 import compare
 import measure
+import piped
 import svg
-from contenders import FLOOR
+from contenders import DECISION, FLOOR, REFLEX
 from measure import ROOT, MeasurementError, summary
 from rates import shares
 
@@ -40,6 +41,7 @@ def page(documents: Sequence[Mapping[str, Any]], plots: str) -> tuple[str, dict[
     """(the page, plots by file name). `plots` is the folder the page finds them in."""
     one_origin(documents)
     compare.by_key(documents)  # refuses doubles
+    documents = sorted(documents, key=lambda d: max((model["bytes"] for model in d["models"]), default=0))
     rows = {kind: [r for d in documents if d["kind"] == kind for r in d["rows"]] for kind in ("coldstart", "energy")}
     pictures: dict[str, str] = {}
     parts = [
@@ -48,14 +50,15 @@ def page(documents: Sequence[Mapping[str, Any]], plots: str) -> tuple[str, dict[
         _origin(documents),
     ]
     if rows["coldstart"]:
-        parts.append(_coldstart(rows["coldstart"], pictures))
+        parts.append(_coldstart(rows["coldstart"], _sizes(documents), pictures))
+        parts.append(_decisions(rows["coldstart"]))
         parts.append(_curves(rows["coldstart"], _sizes(documents), pictures))
     if rows["energy"]:
         parts.append(_energy(rows["energy"], pictures))
     for document in documents:
         if document["kind"] == "timeline":
             parts.append(_timeline(document, pictures))
-    for kind, section in (("warm", _warm), ("stdio", _stdio), ("experts", _experts)):
+    for kind, section in (("warm", _warm), ("stdio", _stdio), ("experts", _experts), ("types", _types)):
         parts += [section(document) for document in documents if document["kind"] == kind]
     parts.append(_not_run(documents))
     parts.append(_repeat(documents))
@@ -108,8 +111,8 @@ def _origin(documents: Sequence[Mapping[str, Any]]) -> str:
     )  # fmt: skip
 
 
-def _coldstart(rows: Sequence[Row], pictures: dict[str, str]) -> str:
-    floor = coldstart.floors(rows)
+def _coldstart(rows: Sequence[Row], sizes: Mapping[str, int], pictures: dict[str, str]) -> str:
+    floor, disk = coldstart.floors(rows), coldstart.disks(rows)
     parts = [
         "## Cold start\n\nMilliseconds from launch to the first byte of the first token, whole processes timed from "
         "outside, contenders interleaved. The floor is a C program that brings the driver up and copies the same file "
@@ -117,8 +120,10 @@ def _coldstart(rows: Sequence[Row], pictures: dict[str, str]) -> str:
         "that do less, where routed experts come first, of a cold page cache, which reflex reads ahead while the "
         "driver starts and the floor does not, or within the spread of the runs."
     ]
-    for state, cache in dict.fromkeys((row["state"], row["cache"]) for row in rows):
+    for state, cache in ((state, cache) for state in coldstart.STATES for cache in coldstart.CACHES):
         here = [row for row in rows if (row["state"], row["cache"]) == (state, cache)]
+        if not here:
+            continue
         name = f"coldstart-{state}-{cache}.svg"
         pictures[name] = _coldstart_plot(here, floor, f"Launch to first token, {state}, {cache} page cache")
         body = []
@@ -127,23 +132,56 @@ def _coldstart(rows: Sequence[Row], pictures: dict[str, str]) -> str:
             base = floor.get((state, cache, row["model"]))
             beyond = f"{s.median - base:+.1f} ms, {s.median / base:.2f}" if base else "-"
             figures = [f"{x:.1f}" for x in (s.min, s.median, s.p90, ended.median)]
-            body.append([row["model"], row["contender"], str(row["prompt_tokens"] or "-"), str(s.n), *figures, beyond])
-        head = (
-            "model",
-            "contender",
-            "prompt tokens",
-            "n",
-            "min",
-            "median",
-            "p90",
-            "exit, median",
-            "beyond floor, ratio",
-        )
+            line = [row["model"], row["contender"], str(row["prompt_tokens"] or "-"), str(s.n), *figures, beyond]
+            if cache == "cold":
+                alone = disk.get((state, cache, row["model"]))
+                line.append(f"{s.median / alone:.2f}" if alone else "-")
+            body.append(line)
+        head = ["model", "contender", "prompt tokens", "n", "min", "median", "p90", "exit, median"]
+        head += ["beyond floor, ratio", *(["times the disk alone"] if cache == "cold" else [])]
         about = f"State *{state}*: {_STATES[state]}. Page cache {cache}: {_CACHES[cache]}."
+        if cache == "cold":
+            about += _disk_alone({model: ms for (*case, model), ms in disk.items() if case == [state, cache]}, sizes)
         parts.append(
             f"### {state.capitalize()}, page cache {cache}\n\n{about}\n\n{_table(head, body)}\n\n![bars](plot:{name})"
         )
     return "\n\n".join(parts)
+
+
+def _disk_alone(medians: Mapping[str, float], sizes: Mapping[str, int]) -> str:
+    if not medians:
+        return ""
+    rates = ", ".join(f"{sizes[model] / ms / 1e6:.2f} GB/s ({model})" for model, ms in medians.items())
+    return (
+        " The disk alone, in the same rounds, is a program that reads all of the file with 12 threads, 4 MiB at a "
+        "time, past the page cache and through it (`bench/disk.c`); of the two the one with the lower median counts: "
+        f"{rates}."
+    )
+
+
+def _decisions(rows: Sequence[Row]) -> str:
+    """What a decision takes longer than a token behind the same prompt, where both were started in the same rounds."""
+    named = {(row["contender"], row["state"], row["cache"], row["model"], row["prompt_tokens"]): row for row in rows}
+    body = []
+    for (contender, *case), row in named.items():
+        other = named.get((DECISION, *case))
+        if contender != REFLEX or other is None:
+            continue
+        token, decision = row["first_ms"], other["first_ms"]
+        medians = summary(token).median, summary(decision).median
+        state, _, model, tokens = case
+        line = [model, state, str(tokens), str(len(decision)), *(f"{median:.1f}" for median in medians)]
+        line.append(f"{medians[1] - medians[0]:+.1f}")
+        paired = len(token) == len(decision)
+        line.append(f"{summary([b - a for a, b in zip(token, decision, strict=True)]).median:+.1f}" if paired else "-")
+        body.append(line)
+    head = ("model", "state", "prompt tokens", "n", "`run -n 1`, ms", "`system1`, ms", "more", "more, round by round")
+    about = (
+        "The command `system1` with three candidates against `run -n 1` behind the same prompt, from launch to the "
+        "first byte of output, which is the whole answer of `system1`: medians, their difference, and the median of "
+        "the differences within a round."
+    )
+    return f"### A decision\n\n{about}\n\n{_table(head, body)}" if body else ""
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
@@ -281,6 +319,42 @@ def _experts(document: Mapping[str, Any]) -> str:
     )
 
 
+def _types(document: Mapping[str, Any]) -> str:
+    """Every type with all counts of rows on one line, those of one path after the other, by bits a weight."""
+    rows = {(row["type"], row["rows"]): row for row in document["rows"]}
+    counts = sorted({count for _, count in rows})
+    body = []
+    for row in sorted(rows.values(), key=lambda row: (row["rare"], row["bits"], row["type"])):
+        if row["rows"] != counts[0]:
+            continue
+        each = [rows.get((row["type"], count)) for count in counts]
+        took = [summary(of["seconds"]).median if of else 0.0 for of in each]
+        line = [row["type"], f"{row['bits']:.2f}", "generic" if row["rare"] else "fast"]
+        line += [f"{seconds * 1e6:.1f}" if seconds else "-" for seconds in took]
+        line += [f"{row['bytes'] / seconds / 1e9:.0f}" if seconds else "-" for seconds in took]
+        line += [f"{of['against_nearest']:.2f}, {of['nearest']}" if of and "nearest" in of else "-" for of in each]
+        body.append(line)
+    head = ["type", "bits a weight", "path", *(f"µs, M = {count}" for count in counts)]
+    head += [f"GB/s, M = {count}" for count in counts]
+    head += [f"times the nearest, M = {count}" for count in counts]
+    ratios = [(row["against_nearest"], row) for row in rows.values() if "against_nearest" in row]
+    said = ""
+    if ratios:
+        most, worst = max(ratios, key=lambda pair: pair[0])
+        medians = [summary([row["against_median"] for _, row in ratios if row["rows"] == count]) for count in counts]
+        said = (
+            f" The largest ratio is {most:.2f}, of {worst['type']} at M = {worst['rows']}; the bound is "
+            f"{document['bound']:g}. Against the median of all fast types, the median rare one takes "
+            + ", ".join(f"{s.median:.2f}" for s in medians) + f" times as long at M = {', '.join(map(str, counts))}."
+        )  # fmt: skip
+    return (
+        f"## Products with every type of weight\n\nOne matrix from {document['n_in']} to {document['n_out']}, all that "
+        "the executor launches for M rows of x, weights beyond the cache (`bench/rare_types.py`). Types without a fast "
+        "path of their own are held against the fast type whose bits a weight are nearest, of several the fastest: "
+        f"both have about as much to read.{said}\n\n{_table(head, body)}"
+    )
+
+
 def _not_run(documents: Sequence[Mapping[str, Any]]) -> str:
     seen = dict.fromkeys((each["contender"], each["why"]) for document in documents for each in document["not_run"])
     return "## Not run\n\n" + _table(("contender", "why"), seen) if seen else ""
@@ -331,4 +405,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    piped.run(main)

@@ -63,6 +63,7 @@ OF_KIND: Mapping[str, Mapping[str, Shape]] = {
     "timeline": {"backend": TEXT, "runs": COUNT, "plain_ms": RUNS, "traced_ms": RUNS},
     "warm": {"backend": TEXT, "rates": _or_none(OBJECT)},
     "stdio": {"backend": TEXT},
+    "types": {"n_in": COUNT, "n_out": COUNT, "bound": NUMBER},
 }
 _STARTS: Mapping[str, Shape] = {
     "state": _one_of(*STATES),
@@ -78,7 +79,17 @@ ROWS: Mapping[str, Mapping[str, Shape]] = {
     "warm": {"engine": TEXT, "what": TEXT, "tokens": COUNT, "seconds": RUNS, "per_second": NUMBER},
     "stdio": {"what": TEXT, "seconds": RUNS, "prompt_tokens": COUNT},
     "experts": {"what": TEXT, "bytes": NUMBER, "seconds": RUNS},
+    "types": {
+        "type": TEXT,
+        "rare": FLAG,
+        "bits": NUMBER,
+        "rows": COUNT,
+        "bytes": COUNT,
+        "seconds": RUNS,
+        "error": NUMBER,
+    },
 }
+WITHOUT_MODEL = ("types",)
 MAY_BE_EMPTY = ("coldstart", "energy", "timeline")
 """The first two when time was up before the first row, the last has none at all."""
 
@@ -88,7 +99,7 @@ def check(document: Mapping[str, Any]) -> None:
     kind = document["kind"]
     _check(document, DOCUMENT, "")
     _check(document, OF_KIND.get(kind, {}), "")
-    if not document["models"]:
+    if not document["models"] and kind not in WITHOUT_MODEL:
         raise MeasurementError("models: there is none")
     if not document["rows"] and kind not in MAY_BE_EMPTY:
         raise MeasurementError("rows: there is none")

@@ -22,6 +22,7 @@ from typing import IO, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import measure
+import piped
 from measure import ROOT, MeasurementError, summary
 
 from reflex_ipc.tokenizer import Tokenizer
@@ -71,8 +72,11 @@ class Client:
         line = json.dumps({"id": self._id, **request}).encode() + b"\n"
         tokens = []
         began = time.perf_counter()
-        self._writes.write(line)
-        self._writes.flush()
+        try:
+            self._writes.write(line)
+            self._writes.flush()
+        except BrokenPipeError:
+            raise MeasurementError("reflex stdio ended") from None
         while (event := self.event())["event"] not in ("done", "result"):
             if event["event"] == "token":
                 tokens.append(time.perf_counter() - began)
@@ -177,4 +181,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    piped.run(main)

@@ -10,6 +10,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from reflex_ipc.svg import COLOURS, document, line, text, tick
 
 FLOOR = "#9a9a9a"
+GLYPH = 7.5
+"""Width of a letter or a figure at most, on average, whatever the font is."""
+_LINE = 16  # of text
 
 
 class Bar(NamedTuple):
@@ -25,6 +28,19 @@ class Group(NamedTuple):
     label: str
     bars: Sequence[Bar]
     mark: float | None = None
+
+
+def beside(labels: Sequence[tuple[float, str]]) -> list[int]:
+    """The line of text of each label that is centred at x, counted from the top, so that none touches another: labels
+    of a line follow each other from left to right."""
+    ends: list[float] = []  # of each line
+    lines = {}
+    for i, (x, words) in sorted(enumerate(labels), key=lambda label: label[1][0]):
+        half = len(words) * GLYPH / 2
+        row = next((row for row, end in enumerate(ends) if end + GLYPH <= x - half), len(ends))
+        ends[row : row + 1] = [x + half]
+        lines[i] = row
+    return [lines[i] for i in range(len(labels))]
 
 
 def bars(title: str, unit: str, groups: Sequence[Group]) -> str:
@@ -85,9 +101,13 @@ def lines(
     for i in range(round(height / rise / step) + 1):
         y = top + height - i * step * rise
         body += [line(left, y, left + width, y, opacity=0.25), text(left - 8, y + 4, f"{i * step:g}", anchor="end")]
-    for x in xs:
-        body.append(text(place(x, 0)[0], top + height + 18, f"{x:.3g}" if x < 100 else f"{x:.0f}", anchor="middle"))
-    body.append(text(left + width, top + height + 36, x_unit, anchor="end"))
+    labels = [(place(x, 0)[0], f"{x:.3g}" if x < 100 else f"{x:.0f}") for x in xs]
+    rows = beside(labels)
+    for (x, words), row in zip(labels, rows, strict=True):
+        bottom = top + height + row * _LINE
+        body += [line(x, top + height, x, bottom + 5, opacity=0.5), text(x, bottom + 18, words, anchor="middle")]
+    bottom = top + height + 36 + max(rows) * _LINE
+    body.append(text(left + width, bottom, x_unit, anchor="end"))
     body.append(text(8, top - 12, y_unit))
     coloured = [name for name in series if name != "floor"]
     for number, (name, points) in enumerate(series.items()):
@@ -99,7 +119,8 @@ def lines(
         y = top + 12 + 20 * number
         body.append(f'<rect x="{left + width + 16}" y="{y - 10}" width="12" height="12" fill="{stroke}"/>')
         body.append(text(left + width + 34, y, name))
-    return document(title, left + width + 260, top + height + 46, body)
+    legend = 34 + GLYPH * max(map(len, series))
+    return document(title, left + width + legend, max(bottom + 10, top + 20 * len(series)), body)
 
 
 def colour(name: str, names: Sequence[str]) -> str:

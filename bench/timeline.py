@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import measure
+import piped
 from measure import ROOT
 
 sys.path.insert(0, str(ROOT))
@@ -113,4 +114,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    piped.run(main)

@@ -7,7 +7,8 @@ after 0.26, 0.35 and 0.60 seconds. They are for planning: what is measured ends 
 WRITTEN, HASHED = 1.0e9, 1.2e9  # bytes a second
 START_S, COPIED = 0.27, 50e9  # of a process that copies nothing; bytes a second to the device
 CHECKED = 100e9  # bytes of a file a second whose pages are asked for, before each start
-WARM_S, LOADED = 20.0, 2.0e9  # bench/warm.py: rates, prompts, decoding; and what depends on the size, bytes a second
+READ = 1.7e9  # bytes a second from the disk, nothing in memory
+WARM_S, LOADED = 35.0, 1.0e9  # bench/warm.py: rates, prompts, decoding; and what depends on the size, bytes a second
 TOOL_S = 12.0  # bench/timeline.py, bench/stdio.py
 
 
@@ -20,6 +21,11 @@ def starts(size: float, n: int, contenders: int, gap_s: float = 0.0) -> float:
     """`n` starts that count of each contender, and the one that does not, with `gap_s` before each that counts."""
     one = START_S + size / COPIED + size / CHECKED + 0.1
     return contenders * ((n + 1) * one + n * gap_s)
+
+
+def cold(size: float, n: int, contenders: int) -> float:
+    """`n` starts of each contender, all of the file read from the disk."""
+    return contenders * n * (0.8 + size / READ)
 
 
 def warm(size: float) -> float:

@@ -14,6 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import piped
+
 ROOT = Path(__file__).parents[1]
 FIXTURES = ROOT / "tests" / "fixtures" / "tokenizers"
 
@@ -97,4 +99,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    piped.run(main)

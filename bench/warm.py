@@ -20,15 +20,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import measure
+import piped
 import work
 from measure import ROOT, summary
 from rates import shares
 
+from reflex_ipc import archs
 from reflex_ipc.engine import Engine
+from reflex_ipc.gguf import GGUF
 from reflex_ipc.plan import PREFILL_CHUNK
 
 PREFILL = (32, 128, 512, 2048, 8192)
 DEPTHS = (128, 2048, 8192)
+ROOM = 64  # tokens of a context besides: a candidate's, the one that is not counted
 CANDIDATES = (" Paris", " London", " Berlin", " Rome", " a city that is not in the north")
 
 
@@ -116,6 +120,12 @@ class Bench:
         }
 
 
+def _context(model: str) -> int:
+    """Tokens the model was trained for."""
+    with GGUF.open(model) as opened:
+        return archs.build(opened).n_ctx_train
+
+
 def rates() -> dict[str, Any] | None:
     """bench/rates.py in a process of its own; None where it cannot be had."""
     result = subprocess.run([sys.executable, str(ROOT / "bench" / "rates.py")], capture_output=True, text=True)
@@ -155,22 +165,30 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("--out", type=Path, required=True, help="the JSON")
     parser.add_argument("--backend", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--prefill", type=int, nargs="*", default=PREFILL, metavar="N")
-    parser.add_argument("--depths", type=int, nargs="*", default=DEPTHS, metavar="N")
+    parser.add_argument("--prefill", type=int, nargs="*", default=list(PREFILL), metavar="N")
+    parser.add_argument("--depths", type=int, nargs="*", default=list(DEPTHS), metavar="N")
     parser.add_argument("--decode-tokens", type=int, default=128, metavar="N")
-    parser.add_argument("--score", type=int, nargs="*", default=(512,), metavar="N", help="prompt lengths")
+    parser.add_argument("--score", type=int, nargs="*", default=[512], metavar="N", help="prompt lengths")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--llama-bench", metavar="PATH")
     parser.add_argument("--sha256", metavar="DIGEST", help="of the model file, where it is known already")
     options = parser.parse_args()
+    most, absent = _context(options.model), []
+    for what, lengths, more in (
+        ("prefill", options.prefill, ROOM),
+        ("decode at depth", options.depths, options.decode_tokens + ROOM),
+        ("score", options.score, ROOM),
+    ):
+        for n in [n for n in lengths if n + more > most]:
+            lengths.remove(n)
+            absent.append({"contender": f"reflex, {what} {n}", "why": f"the model's context is {most} tokens"})
     longest = max([*options.prefill, *(d + options.decode_tokens for d in options.depths), *options.score], default=1)
-    with Engine.open(options.model, backend=options.backend, context=longest + 64) as engine:
+    with Engine.open(options.model, backend=options.backend, context=longest + ROOM) as engine:
         bench = Bench(engine, options.repeat)
         rows = [bench.prefill(n) for n in options.prefill]
         rows += [bench.decode(depth, options.decode_tokens) for depth in options.depths]
         rows += [bench.score(n) for n in options.score]
         backend = engine.backend
-    absent = []
     if options.llama_bench:
         rows += llama_bench(options.llama_bench, options.model, options.prefill, options.depths, options.decode_tokens)
     else:
@@ -189,4 +207,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    piped.run(main)

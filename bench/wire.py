@@ -15,6 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import piped
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 TOKENS = 20_000
@@ -130,4 +132,4 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:] == ["serve"]:
         os._exit(serve())
-    main()
+    piped.run(main)

@@ -5,6 +5,7 @@ import json
 import lzma
 import mmap
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -207,6 +208,12 @@ class TestRounds:
             {"contender": "breaks, 5 tokens", "why": "back-to-back, warm cache: exit code 7: nothing on stderr"}
         ]
 
+    def test_who_is_for_another_page_cache_is_not_started(self, file: Path):
+        found = [cell(shell("printf b", name, cache=name), file) for name in ("warm", "cold")]
+        for cache in ("warm", "cold"):
+            rows = coldstart.rounds(found, "back-to-back", cache, 1, [])
+            assert [(row["contender"], row["cache"]) for row in rows] == [(cache, cache)]
+
     def test_it_ends_in_time_with_whole_rounds(self, file: Path):
         """And says how many were asked for."""
         found = [cell(shell("sleep 0.1; printf b", name), file) for name in "ab"]
@@ -225,14 +232,43 @@ class TestContenders:
         assert [c.name for c in named][:2] == ["floor", "reflex"]
         assert {c.name for c in named} >= {"llama-completion", "llama-simple", "ollama", "vllm", "transformers"}
         ready, absent = contenders.locate(named, {"llama-simple": sys.executable}, tmp_path)
-        assert {c.name for c, _ in ready} >= {"floor", "reflex", "llama-simple"}
+        assert {c.name for c, _ in ready} >= {"floor", "reflex", "reflex system1", *contenders.DISKS, "llama-simple"}
         assert {"contender": "vllm", "why": "no vllm-python on this machine"} in absent
         for contender, fields in ready:
             words = contender.argv({**fields, "model": "M", "prompt": "P", "context": "9"})
             assert not [word for word in words if "{" in word]
             assert ("P" in words) == contender.prompt
 
+    def test_prompts_that_a_contender_is_for(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(contenders, "prompt", lambda _, n, variant: f"{n} {variant}")
+        ready = [
+            (shell("", "all"), {}),
+            (shell("", "few", prompt_tokens=(5,)), {}),
+            (shell("", "none", prompt=False), {}),
+        ]
+        found = coldstart.cells(ready, "m", [5, 512], 1)
+        assert [(each.label, each.fields["prompt"]) for each in found] == [
+            *(("all, 5 tokens", "5 1"), ("all, 512 tokens", "512 1"), ("few, 5 tokens", "5 1"), ("none", "")),
+        ]
+
+    @pytest.mark.parametrize("way", ["direct", "buffered"])
+    @pytest.mark.parametrize("size", [5_000_001, 4 << 20, 4096, 1])
+    def test_the_disk_alone(self, file: Path, tmp_path: Path, way: str, size: int):
+        """A file of several pieces and no whole pages is read to its end; what it did to the page cache says how."""
+        disk = contenders.compiled("disk", tmp_path)
+        file.write_bytes(os.urandom(size))
+        measure.make_cold(file)
+        run = coldstart.start([str(disk), str(file), way], os.environ)
+        assert run.output == f"{size}\n".encode()
+        assert measure.resident(file) == (way == "buffered")
+        for wrong, message in ((["/nowhere", way], "disk: /nowhere: No such file"), ([str(file), "fast"], "usage")):
+            with pytest.raises(coldstart.Failed, match=message):
+                coldstart.start([str(disk), *wrong], os.environ)
+
     def test_a_wrong_file_is_refused_by_name(self, tmp_path: Path):
+        (tmp_path / "d.toml").write_text('[[contender]]\nname = "x"\ncommand = ["x"]\ncache = "hot"\n')
+        with pytest.raises(MeasurementError, match=r"contender x: cache is 'hot', not warm or cold"):
+            contenders.read(tmp_path / "d.toml")
         (tmp_path / "c.toml").write_text('[[contender]]\nname = "x"\ncommand = ["x"]\nflags = 1\n')
         with pytest.raises(MeasurementError, match=r"contender x: unknown keys \['flags'\]"):
             contenders.read(tmp_path / "c.toml")
@@ -241,10 +277,10 @@ class TestContenders:
     def test_prompts_have_the_asked_length(self, fixtures: Path, tmp_path: Path, name: str):
         model = tmp_path / "vocabulary.gguf"
         model.write_bytes(lzma.decompress((fixtures / "tokenizers" / f"{name}.vocab.gguf.xz").read_bytes()))
-        texts = [contenders.prompt(model, n, variant) for n in (5, 512) for variant in (0, 3)]
+        texts = [contenders.prompt(model, n, variant) for n in (5, 128, 512, 2048) for variant in (0, 3)]
         tokenizer = Tokenizer.from_gguf(str(model))
-        assert [len(tokenizer.encode(text)) for text in texts] == [5, 5, 512, 512]
-        assert len(set(texts)) == 4
+        assert [len(tokenizer.encode(text)) for text in texts] == [5, 5, 128, 128, 512, 512, 2048, 2048]
+        assert len(set(texts)) == 8
 
 
 class Power:
@@ -419,6 +455,38 @@ class TestCommands:
         assert "reflex" in shown
         assert saved["models"][0]["sha256"] == measure.sha256(tmp_path / "models" / "qwen3-0.6b-Q4_K_M.gguf")
         (tmp_path / "models" / "qwen3-0.6b-Q4_K_M.gguf").unlink()
+
+    def test_a_cold_call(self, tmp_path: Path):
+        """The floor and the disk in the same rounds; the model file on a disk, not in memory."""
+        folder = ROOT / "build" / "tests" / f"models-{os.getpid()}"
+        command = [sys.executable, ROOT / "bench" / "device.py", tmp_path / "out", "--folder", folder, "--only", "cold"]
+        command += [
+            "--models",
+            "qwen3-0.6b",
+            "--target",
+            "none",
+            "--n",
+            "2",
+            "--contenders",
+            "floor",
+            *contenders.DISKS,
+        ]
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        assert result.returncode == 0, result.stderr
+        rows = json.loads((tmp_path / "out" / "coldstart-cold-qwen3-0.6b.json").read_text())["rows"]
+        assert [(row["contender"], row["state"], row["cache"], row["n"]) for row in rows] == [
+            (name, "back-to-back", "cold", 2) for name in ("floor", *contenders.DISKS)
+        ]
+        best = min(measure.summary(row["first_ms"]).median for row in rows[1:])
+        lines = {line.split("  ")[0]: line.split() for line in result.stdout.splitlines()}
+        floor = measure.summary(rows[0]["first_ms"]).median
+        assert lines["floor"][-2:] == ["1.00", f"{floor / best:.2f}"]
+        assert {lines[name][-1] for name in contenders.DISKS} >= {"1.00"}
+        refused = subprocess.run([*command[:-1], "nobody"], capture_output=True, text=True)
+        assert (refused.returncode, refused.stderr) == (1, "device: no contender is called nobody\n")
 
     def test_families(self, tmp_path: Path):
         """The same with the table of families; ours and what is loaded cannot be had."""

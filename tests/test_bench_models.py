@@ -22,19 +22,25 @@ import rates
 import warm
 import work
 
-from reflex_ipc import archs
+from reflex_ipc import archs, inspect
 from reflex_ipc.engine import Engine
 from reflex_ipc.gguf import GGUF
 from reflex_ipc.tokenizer import Tokenizer
 
 PARAMETERS = {
+    "llama-3.2-1b": 1_235_814_400,
+    "qwen2.5-1.5b": 1_543_714_304,
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
     "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-next-80b-a3b": 79_674_391_296,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v3": 671_026_419_200,
 }
 """Of the published checkpoints, a tied output matrix counted once, blocks for further tokens not."""
+FAMILIES = {"llama", "qwen2", "qwen3", "qwen3moe", "qwen35", "qwen35moe", "qwen3next", "deepseek2"}
+ONE_EACH = ["llama-3.2-1b", "qwen2.5-1.5b", "qwen3-0.6b", "qwen3-30b-a3b", "qwen3.5-0.8b", "qwen3.5-35b-a3b"]
+ONE_EACH += ["qwen3-next-80b-a3b"]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +68,8 @@ def small(name: str) -> models.Shape:
     """A shape with few layers, experts and tokens."""
     shape = models.SHAPES[name]
     n_layer = 4 if shape.n_head_v else 2
-    return shape._replace(n_layer=n_layer, n_vocab=640, n_expert=8 if shape.n_expert else 0, bos=None)
+    n_expert, n_used = (8, min(shape.n_used, 8)) if shape.n_expert else (0, 0)
+    return shape._replace(n_layer=n_layer, n_vocab=640, n_expert=n_expert, n_used=n_used, bos=None)
 
 
 def write(path: Path, name: str, shape: models.Shape, mix: str, words: Path) -> list[gguf_out.Tensor]:
@@ -75,7 +82,39 @@ class TestModels:
     @pytest.mark.parametrize("name", PARAMETERS)
     def test_parameters(self, name: str):
         tensors = models.tensors(models.SHAPES[name], "Q4_K_M")
-        assert sum(tensor.n_elements for tensor in tensors) == PARAMETERS[name]
+        counted = [
+            tensor.n_elements for tensor in tensors if tensor.name != "rope_freqs.weight"
+        ]  # computed, not learnt
+        assert sum(counted) == PARAMETERS[name]
+
+    def test_every_family_has_a_shape(self):
+        assert {shape.arch for shape in models.SHAPES.values()} == FAMILIES == {*archs.FAMILIES}
+
+    @pytest.mark.parametrize("name", [name for name in models.SHAPES if name != "deepseek-v3"])
+    def test_a_whole_file_opens(self, name: str, tmp_path: Path):
+        """All layers, the real vocabulary, holes for weights: with our reader, as a plan, and by `inspect`."""
+        path, shape = tmp_path / "m.gguf", models.SHAPES[name]
+        models.make(path, name, sparse=True)
+        with GGUF.open(path) as opened:
+            plan = archs.build(opened)
+            description = inspect.describe(opened)
+            inspect.add_plan(description, opened, shape.n_ctx)
+            tokenizer = Tokenizer.from_gguf(opened)
+        assert (plan.arch, plan.n_layer, plan.n_vocab, plan.n_ctx_train) == (
+            *(shape.arch, shape.n_layer, shape.n_vocab, shape.n_ctx),
+        )
+        assert not set(opened.tensors) - {*plan.weights} and len(description["memory"]) == 2
+        assert tokenizer.decode(tokenizer.encode("The capital of France")).endswith("The capital of France")
+        path.unlink()
+
+    def test_rotations_of_llama(self):
+        """What is known of Llama 3.2's: the first 15 of 32 as they were, the last three 32 times slower."""
+        [freqs] = [t for t in models.tensors(models.SHAPES["llama-3.2-1b"], "Q4_K_M") if t.name == "rope_freqs.weight"]
+        assert isinstance(freqs.fill, tuple) and len(freqs.fill) == 32
+        wavelengths = [2 * math.pi * 5e5 ** (i / 32) for i in range(32)]
+        for factor, length in zip(freqs.fill, wavelengths, strict=True):
+            assert (factor == 1) == (length <= 2048) and (factor == 32) == (length >= 8192)
+        assert list(freqs.fill) == sorted(freqs.fill)
 
     def test_mix(self):
         """8B in Q4_K_M as the quantiser's rule has it, and with it the size of the published file, 5.03 GB."""
@@ -117,9 +156,7 @@ class TestModels:
                 assert abs(values.mean()) < 0.1 * values.std(), tensor.name
         path.unlink()
 
-    @pytest.mark.parametrize(
-        "name", ["qwen3-0.6b", "qwen3-30b-a3b", "qwen3.5-0.8b", "qwen3.5-35b-a3b", "deepseek-v2-lite"]
-    )
+    @pytest.mark.parametrize("name", [*ONE_EACH, "deepseek-v2-lite"])
     def test_a_forward_pass(self, name: str, words: Path, tmp_path: Path):
         path = tmp_path / "m.gguf"
         write(path, name, small(name), "Q4_K_M", words)
@@ -130,7 +167,7 @@ class TestModels:
         assert len(np.unique(logits[-1])) > 600  # rows of the output matrix differ
         path.unlink()
 
-    @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-30b-a3b", "qwen3.5-0.8b", "qwen3.5-35b-a3b"])
+    @pytest.mark.parametrize("name", ONE_EACH)
     def test_llama_cpp_says_the_same(self, name: str, words: Path, tmp_path: Path):
         """Its activations are int8, so a token that is not our best must be within that error of it."""
         path = tmp_path / "m.gguf"
@@ -148,8 +185,6 @@ class TestModels:
     def test_what_inspect_says_of_v3(self, tmp_path: Path):
         """It is larger than most machines; the file has holes for weights. The sums are by hand: 61 layers, each a
         latent of 512 and a rotated key of 64 a token; rows of the embedding stay in the file on the CPU."""
-        from reflex_ipc import inspect
-
         path = tmp_path / "v3.gguf"
         assert models.make(path, "deepseek-v3", sparse=True) == path.stat().st_size > 404e9
         assert path.stat().st_blocks * 512 < 16e6
@@ -250,6 +285,31 @@ class TestWarm:
             tokens = [tokenizer.encode(candidate) for candidate in warm.CANDIDATES]
             n = len({tuple(each[:i]) for each in tokens for i in range(len(each))})
             assert (saved["rows"][3]["bytes"], saved["rows"][3]["flops"]) == work.step(plan, 40 + n - 1, 0, n)
+
+    def test_what_the_context_has_no_room_for_is_listed(self, fixtures: Path, tmp_path: Path):
+        """Of the tokens that the fixture was trained for, 64 are for candidates and what is not counted."""
+        model, out = fixtures / "exact" / "qwen3-f16.gguf", tmp_path / "warm.json"
+        with GGUF.open(model) as opened:
+            most = archs.build(opened).n_ctx_train
+        command = [sys.executable, ROOT / "bench" / "warm.py", model, "--out", out, "--backend", "cpu", "--repeat", "1"]
+        command += ["--prefill", str(most - 64), str(most - 63), "--depths", str(most - 68), str(most - 67)]
+        command += ["--decode-tokens", "4", "--score", str(most - 63)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        saved = json.loads(out.read_text())
+        assert [(row["what"], row.get("depth", row["tokens"])) for row in saved["rows"]] == [
+            ("prefill", most - 64),
+            ("decode", most - 68),
+        ]
+        why = f"the model's context is {most} tokens"
+        assert saved["not_run"] == [
+            *(
+                {"contender": f"reflex, {what}", "why": why}
+                for what in (f"prefill {most - 63}", f"decode at depth {most - 67}")
+            ),
+            {"contender": f"reflex, score {most - 63}", "why": why},
+            {"contender": "llama-bench", "why": "not given (--llama-bench PATH)"},
+        ]
 
     def test_shares_of_the_device(self):
         row = {"seconds": [0.01, 0.02, 0.5], "bytes": 4.5e10, "flops": 1.6e12}

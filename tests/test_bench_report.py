@@ -194,6 +194,62 @@ class TestReport:
             assert f"(page/{name})" in page
             ElementTree.parse(tmp_path / "page" / name)
 
+    def test_a_decision_beside_a_token(self):
+        """Of one state and prompt; the difference of the medians is not the median of the differences."""
+        rows = [starts("reflex", [100.0, 90.0, 80.0]), starts("reflex", [300.0] * 3, tokens=512)]
+        rows += [starts("reflex system1", [101.0, 98.0, 87.0]), starts("reflex", [70.0] * 3, "l.gguf")]
+        rows += [starts("reflex system1", [1.0] * 3, state="idle")]
+        page, _ = report.page([document("coldstart", rows)], "p")
+        section = page.split("### A decision\n")[1].split("###")[0]
+        assert "| s.gguf | held | 5 | 3 | 90.0 | 98.0 | +8.0 | +7.0 |" in section and section.count("gguf") == 1
+
+    def test_a_cold_cache_beside_the_disk_alone(self):
+        """The faster way counts, by its median: 0.4 GB in 200 ms are 2 GB/s."""
+        cold = {"state": "back-to-back", "cache": "cold"}
+        rows = [starts("floor", [300.0] * 3, tokens=None, **cold), starts("reflex", [150.0, 210.0, 400.0], **cold)]
+        rows += [starts("disk, direct", [100.0, 250.0, 260.0], tokens=None, **cold)]
+        rows += [starts("disk, buffered", [190.0, 200.0, 220.0], tokens=None, **cold)]
+        page, _ = report.page([document("coldstart", rows)], "p")
+        assert "counts: 2.00 GB/s (s.gguf)." in page
+        cells = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| s.gguf | ")]
+        times = {"floor": "1.50", "reflex": "1.05", "disk, direct": "1.25", "disk, buffered": "1.00"}
+        assert {line[1]: line[-1] for line in cells if len(line) == 10} == times
+        rows = [row for row in rows if "disk" not in row["contender"]]
+        page, _ = report.page([document("coldstart", rows)], "p")
+        assert "disk alone, in" not in page and "| +0.0 ms, 1.00 | - |" in page
+
+    def test_models_by_size_and_states_in_order(self):
+        rows = [starts("reflex", [9.0] * 3, "l.gguf"), starts("reflex", [8.0] * 3, "l.gguf", state="idle")]
+        large, small = document("coldstart", rows), document("coldstart", [starts("reflex", [7.0] * 3)])
+        large["models"], small["models"] = large["models"][1:], small["models"][:1]
+        page, _ = report.page([large, small], "p")
+        assert [line for line in page.splitlines() if line.startswith("### ")][:2] == [
+            *("### Idle, page cache warm", "### Held, page cache warm"),
+        ]
+        assert page.index("| s.gguf | reflex") < page.rindex("| l.gguf | reflex")
+
+    @pytest.mark.parametrize(
+        "xs", [(0.397, 5.03, 10.4, 18.6, 21.2), (1, 1.01, 1.02, 1.03, 99999), (5, 128, 512, 2048), (7,)]
+    )
+    def test_words_of_a_plot_avoid_each_other(self, xs: tuple[float, ...]):
+        """And stay within it, by their width at most."""
+        names = ["reflex, qwen3.5-35b-a3b-Q4_K_M.gguf", *(f"contender {i}" for i in range(22))]
+        plot = svg.lines(
+            "t", "model file, GB", "ms", {name: [(x, 5.0 + i) for x in xs] for i, name in enumerate(names)}
+        )
+        tree = ElementTree.fromstring(plot)
+        width, height = float(tree.get("width", "0")), float(tree.get("height", "0"))
+        boxes = []
+        for text in tree.iter("{http://www.w3.org/2000/svg}text"):
+            size = len(text.text or "") * 7.2  # of a common font, at 13 pixels
+            x, y = float(text.get("x", "0")), float(text.get("y", "0"))
+            x -= {"start": 0.0, "middle": size / 2, "end": size}[text.get("text-anchor", "")]
+            boxes.append((x, x + size, y - 10, y + 3, text.text))
+        assert len(boxes) >= len(xs) + len(names) + 3
+        for a, b in itertools.combinations(boxes, 2):
+            assert a[1] <= b[0] or b[1] <= a[0] or a[3] <= b[2] or b[3] <= a[2], (a, b)
+        assert all(x0 >= 0 and x1 <= width and y1 <= height for x0, x1, _, y1, _ in boxes)
+
     def test_bars_are_to_scale(self):
         bars = [svg.Bar("a", 100.0, "red", (90.0, 120.0)), svg.Bar("b", 50.0, "blue")]
         tree = ElementTree.fromstring(svg.bars("t <&>", "ms", [svg.Group("g", bars, mark=25.0)]))

@@ -216,7 +216,10 @@ def _types(types: dict[str, dict[str, int]]) -> list[str]:
 def _ignored(names: Sequence[str]) -> list[str]:
     if not names:
         return []
-    return [f"not used for generation ({len(names)} tensors)", f"  {_short(list(names))}"]
+    blocks = list(dict.fromkeys(f"{block}." for block, found, _ in (n.partition(".nextn.") for n in names) if found))
+    others = [name for name in names if not name.startswith(tuple(blocks))]
+    lines = [f"  {visible(block)}*, which predicts further tokens" for block in blocks]
+    return [f"not used for generation ({len(names)} tensors)", *lines, *([f"  {_short(others)}"] if others else [])]
 
 
 def _memory(entries: Iterable[dict[str, Any]]) -> list[str]:

@@ -271,7 +271,9 @@ class Builder:
         out = self._value("delta", v.width)
         state = State(self._scope + "delta", (n_head_v, q.width // n_head_k, v.width // n_head_v), per_token=False)
         self.states.append(state)
-        dt, a = self.weight("ssm_dt.bias", n_head_v), self.weight("ssm_a", n_head_v)
+        # A bias in all but its name, which some writers leave without the suffix.
+        dt = self.weight("ssm_dt" if self.has("ssm_dt") else "ssm_dt.bias", n_head_v)
+        a = self.weight("ssm_a", n_head_v)
         return self._emit(DeltaRule(out.name, out, q, k, v, alpha, beta, dt, a, state.name, n_head_k, n_head_v, tiled))
 
     def head(self, x: Value, n_vocab: int, eps: float) -> Value:

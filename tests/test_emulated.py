@@ -1,6 +1,5 @@
 """Every family's logits and answers on the emulated device: all kernels but products of one row, run on the host."""
 
-from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -8,18 +7,17 @@ import emulator
 import legacy_file
 import numpy as np
 import pytest
-from emulator.build import library
+from emulator import needs_kernels
 from gguf_bytes import read_plainly
 
-from reflex_ipc import archs, healing, scoring
+from reflex_ipc import healing, scoring
 from reflex_ipc.check import compare
 from reflex_ipc.cuda import executor as cuda
-from reflex_ipc.cuda import experts, families, launch, linear
-from reflex_ipc.cuda.device import start_driver
+from reflex_ipc.cuda import experts, families, linear
 from reflex_ipc.cuda.fuse import Group
 from reflex_ipc.cuda.lower import Lowering
 from reflex_ipc.errors import CancelledError, DeadlineError, OutOfMemoryError, ReflexError
-from reflex_ipc.gguf import GGUF, TYPES
+from reflex_ipc.gguf import TYPES
 from reflex_ipc.ops import Route
 from reflex_ipc.plan import PARENT_NONE, PARENT_STATE, Step
 from reflex_ipc.reference.executor import ReferenceExecutor
@@ -27,42 +25,14 @@ from reflex_ipc.reference.ops import FUNCTIONS, Run, States
 from reflex_ipc.reference.weights import Weights
 from reflex_ipc.sampler import Sampler, Sampling
 
-KERNELS = Path(launch.LIB) / "sm_90a" / "kernels.txt"
-pytestmark = pytest.mark.skipif(not KERNELS.exists(), reason="the kernels are not built: kernels/build.py all")
+pytest_plugins = ["emulator.fixtures"]
+pytestmark = needs_kernels
 
 DENSE = ["llama", "qwen2", "qwen3-untied"]
 OTHERS = ["qwen3moe", "qwen35", "qwen35moe", "qwen3next", "deepseek3"]
 QUANTISED = "quantised/deepseek3-w256-Q4_K_M"
 BOUND = 1e-3
 """Products are exact here: what is lost is the half-precision cache, and values on the tensor cores."""
-
-
-@pytest.fixture(scope="module")
-def emulated(tmp_path_factory) -> tuple[str, str]:
-    """The emulated driver, and its kernels."""
-    return str(library(KERNELS)), str(emulator.kernels(KERNELS, tmp_path_factory.mktemp("emulated")))
-
-
-@pytest.fixture
-def opened(emulated, monkeypatch, fixtures: Path):
-    path, lib = emulated
-    monkeypatch.setattr(linear, "linear", emulator.naive_linear)
-    monkeypatch.setattr(experts, "expert_linear", emulator.naive_experts)
-    monkeypatch.setattr(cuda, "Kernels", partial(launch.Kernels, lib=lib))
-    executors = []
-
-    def open_model(name: str, *, fuse: bool = True, file: Path | None = None):
-        stem = fixtures / (name if "/" in name else f"exact/{name}-f16")
-        gguf = GGUF.open(file or f"{stem}.gguf")
-        plan = archs.build(gguf)
-        executor = cuda.CudaExecutor(gguf, plan, plan.n_ctx_train, opening=start_driver(0, path), fuse=fuse)
-        executors.append((executor, gguf))
-        return executor, gguf, np.load(f"{stem}.npz")
-
-    yield open_model
-    for executor, gguf in executors:
-        executor.close()
-        gguf.close()
 
 
 def relative_error(actual, expected) -> float:

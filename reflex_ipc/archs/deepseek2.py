@@ -22,8 +22,14 @@ def build(b: Builder) -> Plan:
         a = b.rms_norm(x, "ffn_norm", h.eps)
         x = b.add(x, dense.swiglu_ffn(b, h, a) if i < n_dense else _experts(b, a), "ffn_residual")
     logits = b.head(x, h.n_vocab, h.eps)
-    ignore = tuple(f"blk.{i}." for i in range(n_layer, h.n_layer))
+    # Experimental files keep keys' matrices both ways: the whole is used, and its parts are not.
+    parts = [f"blk.{i}.attn_{part}_b." for i in range(n_layer) if _is_whole(b, i) for part in "kv"]
+    ignore = (*(f"blk.{i}." for i in range(n_layer, h.n_layer)), *parts)
     return b.plan(logits, n_layer=n_layer, n_ctx_train=h.n_ctx_train, ignore=ignore)
+
+
+def _is_whole(b: Builder, layer: int) -> bool:
+    return f"blk.{layer}.attn_kv_b.weight" in b.gguf.tensors
 
 
 def _head_dims(b: Builder, h: Hparams) -> tuple[int, int]:

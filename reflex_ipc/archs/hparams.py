@@ -34,8 +34,11 @@ class Hparams(NamedTuple):
         return 1.0 / math.sqrt(self.head_dim)
 
 
-def read(gguf: GGUF, arch: str, rope_style: str) -> Hparams:
-    """The common keys of section "{arch}." of the file; ModelFileError or UnsupportedModelError name the key."""
+def read(gguf: GGUF, arch: str, rope_style: str, *, rotated: float = 1.0) -> Hparams:
+    """The common keys of section "{arch}." of the file; ModelFileError or UnsupportedModelError name the key.
+
+    `rotated` is the part of a head that the rotation turns where the file does not say rope.dimension_count.
+    """
 
     def count(key: str, default: int | None = None, *, least: int = 1, most: int = _MAX_WIDTH) -> int:
         full = f"{arch}.{key}"
@@ -70,7 +73,7 @@ def read(gguf: GGUF, arch: str, rope_style: str) -> Hparams:
         n_vocab=_n_vocab(gguf),
         n_ctx_train=count("context_length", most=1 << 31),
         eps=eps,
-        rope=_rope(gguf, arch, rope_style, head_dim),
+        rope=_rope(gguf, arch, rope_style, head_dim, int(head_dim * rotated)),
     )
 
 
@@ -87,11 +90,21 @@ def per_layer(gguf: GGUF, key: str, n_layer: int, *, default: int | None = None,
 
 
 def n_nextn(gguf: GGUF, arch: str, n_layer: int) -> int:
-    """Blocks at the end of the file that predict further tokens and take no part in ordinary generation."""
+    """Blocks at the end of the file that predict further tokens and take no part in ordinary generation.
+
+    Fine-tunes count them and leave them out; a block of the main stack among them means the counts disagree.
+    """
     key = f"{arch}.nextn_predict_layers"
     n = gguf.int(key, 0)
     if not 0 <= n < n_layer:
         raise ModelFileError(f"{gguf.path}: {key} is {n} of {n_layer} blocks")
+    for i in range(n_layer - n, n_layer):
+        block = [name for name in gguf.tensors if name.startswith(f"blk.{i}.")]
+        if block and not any(name.startswith(f"blk.{i}.nextn.") for name in block):
+            raise ModelFileError(
+                f"{gguf.path}: {key} is {n}, but blk.{i} has no tensor blk.{i}.nextn.*, so it is a layer like any "
+                f"other; is {arch}.block_count ({n_layer}) without the prediction blocks?"
+            )
     return n
 
 
@@ -102,8 +115,8 @@ def _n_vocab(gguf: GGUF) -> int:
     return tensor.ne[1] if len(tensor.ne) > 1 else 1
 
 
-def _rope(gguf: GGUF, arch: str, style: str, head_dim: int) -> Rope:
-    n_rot = gguf.int(f"{arch}.rope.dimension_count", head_dim)
+def _rope(gguf: GGUF, arch: str, style: str, head_dim: int, default: int) -> Rope:
+    n_rot = gguf.int(f"{arch}.rope.dimension_count", default)
     if not 0 < n_rot <= head_dim or n_rot % 2:
         raise ModelFileError(f"{gguf.path}: {arch}.rope.dimension_count is {n_rot} for heads of {head_dim}")
     base = gguf.float(f"{arch}.rope.freq_base", 10000.0)

@@ -41,6 +41,12 @@ def counts(b: Builder) -> tuple[int, int]:
     return n_expert, n_used
 
 
+def is_normalised(b: Builder) -> bool:
+    """Do the weights of a token's experts add up to 1? The Qwen families' do, unless the file denies it: the one key is
+    what ollama writes, the other what converters write for other families."""
+    return b.gguf.bool(f"{b.arch}.norm_top_k_prob", b.gguf.bool(f"{b.arch}.expert_weights_norm", True))
+
+
 def width(b: Builder, key: str, default: int | None = None) -> int:
     """A feed-forward width of the experts."""
     full = f"{b.arch}.{key}"

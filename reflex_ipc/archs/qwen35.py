@@ -1,7 +1,7 @@
 """qwen35, qwen35moe and qwen3next: delta-net layers with an attention layer every few, dense or with experts.
 
 qwen3next came first and differs in how its file lays things out: one matrix for alpha and beta, value heads grouped by
-key head (the later converter tiles them), experts always.
+key head (the later converter tiles them), experts always. Imports of ollama differ in details, which are looked for.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from reflex_ipc.archs import dense, hparams, moe
 from reflex_ipc.archs.hparams import Hparams
-from reflex_ipc.errors import ModelFileError
+from reflex_ipc.errors import ModelFileError, UnsupportedModelError
 from reflex_ipc.ops import Value
 from reflex_ipc.plan import Builder, Plan
 
@@ -19,10 +19,12 @@ class DeltaNet(NamedTuple):
     n_head_k: int  # ssm.group_count
     n_head_v: int  # ssm.time_step_rank
     d: int  # ssm.state_size, of keys and of values
+    tiled: bool  # ssm.v_head_reordered: value heads of a key head lie n_head_k apart, not side by side
 
 
 def build(b: Builder) -> Plan:
-    h = hparams.read(b.gguf, b.arch, rope_style="neox")
+    # Full-width rotation is no default here: a quarter is the models' own, and what converters write.
+    h = hparams.read(b.gguf, b.arch, rope_style="neox", rotated=0.25)
     n_nextn = hparams.n_nextn(b.gguf, b.arch, h.n_layer)
     n_layer = h.n_layer - n_nextn
     net = _delta_net(b)
@@ -48,7 +50,8 @@ def _delta_net(b: Builder) -> DeltaNet:
             raise ModelFileError(f"{b.gguf.path}: {b.arch}.ssm.{key} is {n}")
         return n
 
-    net = DeltaNet(count("conv_kernel"), count("group_count"), count("time_step_rank"), count("state_size"))
+    tiled = b.gguf.bool(f"{b.arch}.ssm.v_head_reordered", b.arch != "qwen3next")
+    net = DeltaNet(count("conv_kernel"), count("group_count"), count("time_step_rank"), count("state_size"), tiled)
     if net.kernel < 2:
         raise ModelFileError(f"{b.gguf.path}: {b.arch}.ssm.conv_kernel is {net.kernel}")
     if net.n_head_v % net.n_head_k:
@@ -83,6 +86,12 @@ def _gated_attention(b: Builder, h: Hparams, a: Value) -> Value:
 
 def _linear_attention(b: Builder, h: Hparams, net: DeltaNet, a: Value) -> Value:
     n_key, n_value, per_key = net.n_head_k * net.d, net.n_head_v * net.d, net.n_head_v // net.n_head_k
+    for name in ("ssm_in", "ssm_ba"):
+        if net.tiled and b.has(f"{name}.weight"):
+            raise UnsupportedModelError(
+                f"{b.gguf.path}: tensors {name}.weight keep value heads by key head; {b.arch}.ssm.v_head_reordered has "
+                "to be false with them"
+            )
     if b.has("ssm_in.weight"):
         # Files of qwen3next before 2026 keep q, k, v and z together, key head by key head.
         joint = b.linear(a, "ssm_in", 2 * n_key + 2 * n_value)
@@ -103,7 +112,7 @@ def _linear_attention(b: Builder, h: Hparams, net: DeltaNet, a: Value) -> Value:
     q = b.l2_norm(b.slice(c, "ssm_conv_q", 0, n_key), "ssm_q_norm", h.eps, net.n_head_k)
     k = b.l2_norm(b.slice(c, "ssm_conv_k", n_key, n_key), "ssm_k_norm", h.eps, net.n_head_k)
     v = b.slice(c, "ssm_conv_v", 2 * n_key, n_value)
-    o = b.delta_rule(q, k, v, alpha, beta, net.n_head_k, net.n_head_v, tiled=b.arch != "qwen3next")
+    o = b.delta_rule(q, k, v, alpha, beta, net.n_head_k, net.n_head_v, tiled=net.tiled)
     y = b.swiglu(z, b.rms_norm(o, "ssm_norm", h.eps, net.n_head_v), "ssm_gated")
     return b.linear(y, "ssm_out", h.n_embd)
 
@@ -115,10 +124,11 @@ def _dense_ffn(b: Builder, h: Hparams) -> Callable[[Value], Value]:
 def _expert_ffn(b: Builder, h: Hparams) -> Callable[[Value], Value]:
     n_expert, n_used = moe.counts(b)
     n_ff = moe.width(b, "expert_feed_forward_length", h.n_ff // n_used)
-    n_ff_shared = moe.width(b, "expert_shared_feed_forward_length", n_ff)
+    n_ff_shared = moe.width(b, "expert_shared_feed_forward_length", h.n_ff or n_ff)
+    is_normalised = moe.is_normalised(b)
 
     def ffn(a: Value) -> Value:
-        routes = b.route(b.linear(a, "ffn_gate_inp", n_expert), n_used)
+        routes = b.route(b.linear(a, "ffn_gate_inp", n_expert), n_used, normalise=is_normalised)
         routed = moe.experts(b, a, routes, n_ff, n_expert)
         return b.add(routed, moe.gated_shared_expert(b, a, n_ff_shared), "ffn_out")
 

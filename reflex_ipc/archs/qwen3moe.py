@@ -1,4 +1,4 @@
-"""qwen3moe: the attention of qwen3, and experts in every layer, chosen by softmax and renormalised."""
+"""qwen3moe: the attention of qwen3, and experts in every layer, chosen by softmax and as a rule renormalised."""
 
 from reflex_ipc.archs import dense, hparams, moe
 from reflex_ipc.plan import Builder, Plan
@@ -8,11 +8,12 @@ def build(b: Builder) -> Plan:
     h = hparams.read(b.gguf, b.arch, rope_style="neox")
     n_expert, n_used = moe.counts(b)
     n_ff = moe.width(b, "expert_feed_forward_length", h.n_ff // n_used)
+    is_normalised = moe.is_normalised(b)
     x = b.embed(h.n_embd, h.n_vocab)
     for _ in b.layers(h.n_layer):
         x = dense.attention(b, h, x, qk_norm=True)
         a = b.rms_norm(x, "ffn_norm", h.eps)
-        routes = b.route(b.linear(a, "ffn_gate_inp", n_expert), n_used)
+        routes = b.route(b.linear(a, "ffn_gate_inp", n_expert), n_used, normalise=is_normalised)
         x = b.add(x, moe.experts(b, a, routes, n_ff, n_expert), "ffn_residual")
     logits = b.head(x, h.n_vocab, h.eps)
     return b.plan(logits, n_layer=h.n_layer, n_ctx_train=h.n_ctx_train)

@@ -7,13 +7,18 @@ arithmetic, the indices and the order of launches are right shows here.
 from pathlib import Path
 from struct import Struct
 
-from reflex_ipc.cuda import linear
+import pytest
+
+from reflex_ipc.cuda import launch, linear
 from reflex_ipc.cuda.experts import expert_linear
 from reflex_ipc.cuda.products import Call, Experts, Input, Limits, Matrix
 
 TYPES = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 TYPES += ["IQ4_NL", "IQ4_XS", "MXFP4", "IQ3_S", "IQ2_S", "IQ3_XXS", "IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M"]
 """As naive.cpp numbers them."""
+
+KERNELS = Path(launch.LIB) / "sm_90a" / "kernels.txt"
+needs_kernels = pytest.mark.skipif(not KERNELS.exists(), reason="the kernels are not built: kernels/build.py all")
 
 _MATRIX = Struct("<5Q4i")
 _NAIVE = Struct("<3Q8ifi")

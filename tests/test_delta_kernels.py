@@ -141,6 +141,20 @@ def test_long_texts_in_pieces(bench, net: Net, hard: bool) -> None:
         close(b.states["matrices"][b.parity], matrices)
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("net", [Net(1, 2, 128), Net(2, 4, 64, tiled=False)], ids=str)
+def test_any_pieces(bench, net: Net, seed: int) -> None:
+    """Chunks, the rule token by token, and the kernel of one token, joined anywhere."""
+    n, rng = 130, np.random.default_rng(seed)
+    data = Data(net, n)
+    out, tail, matrices = expected(net, data, list(range(-1, n - 1)), n)
+    cuts = sorted(rng.choice(np.arange(1, n), 1 + 3 * seed, replace=False).tolist())
+    b = bench(net, data)
+    close(np.concatenate([b.part(i, j, data) for i, j in pairwise([0, *cuts, n])]), out)
+    close(b.states["tail"][b.parity], tail, 0)
+    close(b.states["matrices"][b.parity], matrices)
+
+
 @pytest.fixture
 def by_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """All texts, however short."""

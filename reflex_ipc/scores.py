@@ -119,6 +119,7 @@ def _normalised(normalize: str, total: float, item: Scored, neutral: float | Non
         return total / len(item.tail.tokens)
     if normalize == "byte":
         return total / max(1, item.tail.n_bytes)
-    if normalize == "pmi" and neutral is not None:
+    if normalize == "pmi":
+        assert neutral is not None, "pmi has a neutral context"
         return total - neutral
     return total

@@ -43,12 +43,14 @@ def check(candidates: Sequence[str], options: Options) -> None:
         raise InvalidRequestError(f"normalize is {normalize!r}; known are {', '.join(NORMALISATIONS)}", "normalize")
     if not 0.0 < temperature < math.inf:
         raise InvalidRequestError(
-            f"temperature is {temperature}; scores are divided by it, so it must be above 0", "temperature"
+            f"temperature is {temperature}; scores are divided by it, so it must be finite and above 0", "temperature"
         )
     if options.neutral == "":
         raise InvalidRequestError(
             "the neutral context is empty; leave it out for the token that begins or ends a text", "neutral"
         )
+    if isinstance(candidates, str):  # a sequence of texts, too: of its characters
+        raise InvalidRequestError("the candidates are one text; they are a list of texts", "candidates")
     if not candidates:
         raise InvalidRequestError("there are no candidates to score", "candidates")
     if len(candidates) > MAX_CANDIDATES:
@@ -56,6 +58,8 @@ def check(candidates: Sequence[str], options: Options) -> None:
             f"there are {len(candidates)} candidates; at most {MAX_CANDIDATES} are scored", "candidates"
         )
     for i, text in enumerate(candidates):
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"candidate {i} is of type {type(text).__name__}, not a text", f"candidates[{i}]")
         if not text:
             raise InvalidRequestError(f"candidate {i} is empty: it has nothing to score", f"candidates[{i}]")
 

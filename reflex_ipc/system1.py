@@ -69,7 +69,9 @@ def run(arguments: Namespace, trace: "Trace | None" = None) -> int:
         say_why_cpu(engine)
         if arguments.verbose:
             say(f"{engine.gguf.path}: {engine.plan.arch}, {engine.plan.n_layer} layers, backend {engine.backend}")
-        if isinstance(prompt, str):
+        if prompt == "":
+            say("the prompt is empty: the candidates are scored after the token that begins or ends a text")
+        elif isinstance(prompt, str):
             _warn_of_glued(prompt + arguments.join, candidates)
         elif engine.template.is_fallback:
             say("the file has no chat template; ChatML is used")
@@ -169,8 +171,9 @@ def _json(scores: "Scores") -> str:
 
 
 def _tsv(scores: "Scores") -> str:
-    """Likeliest first. Columns, which docs/scoring.md lists: probability, score, logprob, n_tokens, text with tabs,
-    newlines and backslashes escaped, n_bytes, neutral_logprob (empty without a neutral context), index as given."""
+    """Likeliest first. Columns, which docs/scoring.md lists: probability, score, logprob, n_tokens, text with
+    backslashes and what is not printable escaped, n_bytes, neutral_logprob (empty without a neutral context), index as
+    given."""
     lines = []
     for i, c in sorted(enumerate(scores.candidates), key=lambda each: -each[1].score):
         neutral = "" if c.neutral_logprob is None else f"{c.neutral_logprob:.6f}"

@@ -29,7 +29,8 @@ def prompt_or_messages(arguments: Namespace) -> str | list[dict[str, Any]]:
     else:
         messages = _messages(arguments.messages)
     if arguments.system is not None:
-        messages.insert(0, {"role": "system", "content": arguments.system})
+        system = valid_text(arguments.system, "the system message")
+        messages.insert(0, {"role": "system", "content": system})
     return messages
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGUFReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from polling import Poll
@@ -306,6 +307,12 @@ def test_bad_requests(fixtures: Path) -> None:
         for temperature in (0.0, -1.0, float("nan"), float("inf")):
             with pytest.raises(InvalidRequestError, match="temperature"):
                 engine.score("x", ["a"], temperature=temperature)
+        with pytest.raises(InvalidRequestError, match="one text"):
+            engine.score("x", "yes")
+        for wrong in (1, b"a", None):
+            with pytest.raises(InvalidRequestError, match=f"candidate 1 is of type {type(wrong).__name__}") as typed:
+                engine.score("x", ["a", wrong])  # type: ignore[list-item]
+            assert typed.value.field == "candidates[1]"
         with pytest.raises(InvalidRequestError, match="4097"):
             engine.score("x", ["a"] * 4097)
         with pytest.raises(ContextOverflowError):
@@ -333,6 +340,24 @@ def test_demo_model_knows_the_capital(smollm2: Path, normalize: str) -> None:
         result = engine.score("The capital of France is", [" London", " Paris", " Berlin"], normalize=normalize)
         assert result.best.text == " Paris"
         assert sum(c.probability for c in result.candidates) == pytest.approx(1.0)
+
+
+@pytest.mark.model
+def test_control_tokens_in_candidates(smollm2: Path) -> None:
+    """After a text they are what they spell, whether the candidate or the join spells it; after a chat they are text.
+    What they are is read by the `gguf` package."""
+    file = GGUFReader(smollm2)
+    eos = file.fields["tokenizer.ggml.eos_token_id"].contents()
+    spelled = file.fields["tokenizer.ggml.tokens"].contents(eos)
+    with Engine.open(smollm2, backend="cpu") as engine:
+        (alone,) = engine.score("Hello", [spelled], normalize="byte").candidates
+        assert (alone.tokens, alone.n_bytes, alone.score) == ((eos,), 0, alone.logprob)
+        (joined,) = engine.score("Hello", ["a"], join=spelled).candidates
+        assert (joined.tokens[0], joined.n_tokens, joined.n_bytes) == (eos, 2, 1)
+        chat = [{"role": "user", "content": "Hello"}]
+        for candidate, join in ((spelled, ""), ("a", spelled)):
+            (plain,) = engine.score(chat, [candidate], join=join).candidates
+            assert eos not in plain.tokens and plain.n_bytes == len(join + candidate)
 
 
 @pytest.mark.model

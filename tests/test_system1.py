@@ -201,6 +201,17 @@ def test_join_and_warning(smollm2: Path) -> None:
     assert joined.stdout.startswith(b"0.98")
 
 
+def test_an_empty_prompt_is_said(smollm2: Path) -> None:
+    """It is what a script gets that forgot its prompt and has no terminal: the candidates by themselves."""
+    explicit = system1(smollm2, "", "-a", "Paris", "-a", "London")
+    forgotten = system1(smollm2, "-a", "Paris", "-a", "London")
+    assert explicit.returncode == 0 and explicit.stdout == forgotten.stdout != b""
+    assert explicit.stderr == forgotten.stderr
+    assert explicit.stderr.decode().splitlines() == [
+        "reflex: the prompt is empty: the candidates are scored after the token that begins or ends a text"
+    ]
+
+
 def test_end_of_turn_separates_prefixes(smollm2: Path) -> None:
     """ " five" begins " five hundred"; with the end of the turn behind each, the shorter one can win or lose fairly."""
     arguments = (smollm2, "Two plus two equals", "-a", " five", "-a", " five hundred", "--json")
@@ -230,6 +241,7 @@ def test_table_on_a_terminal(smollm2: Path) -> None:
         (["--candidates-file", "-"], ["standard input"]),
         (["The sky is", "-a", " blue", "--neutral", ""], ["neutral context is empty"]),
         (["The sky is", "-a", " blue", "--candidates-format", "lines"], ["--candidates-file"]),
+        (["The sky is", "-a", "blue", "--system", "\udcff"], ["the system message is not UTF-8: byte 0 is 0xff"]),
     ],
 )
 def test_bad_arguments(smollm2: Path, arguments: list[str], words: list[str]) -> None:

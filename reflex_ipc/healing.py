@@ -114,7 +114,7 @@ def _texts(
     prompt, wholes, n_scored = encode(""), [], 0
     for i, text in enumerate(candidates):
         watch()
-        tokenizer.check_length(text, n_ctx, f"candidate {i}")
+        tokenizer.check_length(text, n_ctx, f"candidate {i}", f"candidates[{i}]")
         wholes.append(encode(join + text))
         n_scored += max(0, len(wholes[-1]) - len(prompt))  # at least
         check_scored(n_scored)
@@ -122,7 +122,11 @@ def _texts(
         if n == 0:
             raise InvalidRequestError(f"candidate {i} has no token in this vocabulary", f"candidates[{i}]")
         if n - 1 > n_ctx:  # the last token is scored, not computed
-            raise ContextOverflowError(f"prompt and candidate {i} have {n - 1} tokens, the context holds {n_ctx}")
+            fits = len(before) + len(prompt) <= n_ctx  # by itself
+            raise ContextOverflowError(
+                f"prompt and candidate {i} have {n - 1} tokens, the context holds {n_ctx}",
+                f"candidates[{i}]" if fits else "prompt",
+            )
     return Texts(candidates, before, prompt, wholes)
 
 

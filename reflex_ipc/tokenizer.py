@@ -131,12 +131,12 @@ class Tokenizer:
             ids.append(self.eos)
         return ids
 
-    def check_length(self, text: str, n_tokens: int, what: str = "the prompt") -> None:
+    def check_length(self, text: str, n_tokens: int, what: str = "the prompt", field: str | None = None) -> None:
         """Raises ContextOverflowError for a text that is longer than any `n_tokens` tokens can spell."""
         # A character is a byte or more, and normalisation makes one out of four at most, of two bytes or more.
         if len(text) > 64 * n_tokens and len(text) > 2 * n_tokens * max(map(len, self._tokens.raw)):
             raise ContextOverflowError(
-                f"{what} has {len(text):,} characters, more than the {n_tokens} tokens of the context can spell"
+                f"{what} has {len(text):,} characters, more than the {n_tokens} tokens of the context can spell", field
             )
 
     def encode_parts(self, parts: Iterable[tuple[str, bool]], poll: "Poll | None" = None) -> list[int]:

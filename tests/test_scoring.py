@@ -315,8 +315,14 @@ def test_bad_requests(fixtures: Path) -> None:
             assert typed.value.field == "candidates[1]"
         with pytest.raises(InvalidRequestError, match="4097"):
             engine.score("x", ["a"] * 4097)
-        with pytest.raises(ContextOverflowError):
-            engine.score("x", ["word " * 100])
+        for prompt, candidates, field in (
+            ("x", ["a", "word " * 100], "candidates[1]"),
+            ("x", ["a", "word " * 1_000_000], "candidates[1]"),
+            ("word " * 100, ["a"], "prompt"),
+        ):
+            with pytest.raises(ContextOverflowError) as too_long:
+                engine.score(prompt, candidates)
+            assert too_long.value.field == field
         with pytest.raises(InvalidRequestError, match="neutral context is empty") as raised:
             engine.score("x", ["a"], neutral="")
         assert raised.value.field == "neutral"

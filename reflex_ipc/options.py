@@ -47,6 +47,8 @@ def uds(parser: ArgumentParser) -> None:
 
 
 def system1(parser: ArgumentParser) -> None:
+    from reflex_ipc.scores import NORMALISATIONS
+
     _model(parser)
     _prompt(parser)
     parser.add_argument(
@@ -61,9 +63,7 @@ def system1(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--candidates-format", choices=("lines", "json"), help="what that file holds, however it begins"
     )
-    parser.add_argument(
-        "--normalize", choices=("sum", "mean", "byte", "pmi"), default="sum", help="what is compared (sum)"
-    )
+    parser.add_argument("--normalize", choices=NORMALISATIONS, default=NORMALISATIONS[0], help="what is compared (sum)")
     parser.add_argument(
         "--neutral",
         metavar="TEXT",

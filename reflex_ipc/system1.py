@@ -125,6 +125,9 @@ def _parsed(text: str, source: str, kind: str | None) -> list[str]:
     text = text.removeprefix("\ufeff")
     if kind == "lines" or (kind is None and not text.lstrip().startswith(("[", "{"))):
         return _lines(text, source)
+    # Strings have two quotes each, besides what is escaped: millions of them are not taken apart to be refused.
+    if text.lstrip().startswith("[") and text.count('"') - text.count('\\"') > 2 * scoring.MAX_CANDIDATES:
+        raise _too_many(source)
     import json
 
     remedy = "" if kind == "json" else "; --candidates-format lines takes it as it stands, one a line"
@@ -153,8 +156,12 @@ def _lines(text: str, source: str) -> list[str]:
         if line := found[0].removesuffix("\r"):
             candidates.append(line)
         if len(candidates) > scoring.MAX_CANDIDATES:
-            raise InvalidRequestError(f"{source} has more than the {scoring.MAX_CANDIDATES} candidates that are scored")
+            raise _too_many(source)
     return candidates
+
+
+def _too_many(source: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{source} has more than the {scoring.MAX_CANDIDATES} candidates that are scored")
 
 
 def _warn_of_glued(prompt: str, candidates: list[str]) -> None:

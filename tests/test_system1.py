@@ -155,6 +155,9 @@ def test_candidates_from_a_file_or_stdin(smollm2: Path, tmp_path: Path, content:
         ('"a"', None, ['"a"']),
         ('\ufeff\n [" a",\n"b"] ', None, [" a", "b"]),
         ('["a\\nb"]', "json", ["a\nb"]),
+        (json.dumps(['"' * 60] * 200), None, ['"' * 60] * 200),
+        (json.dumps(["\\"] * 4096), None, ["\\"] * 4096),
+        (json.dumps([" a"] * 4096), None, [" a"] * 4096),
     ],
 )
 def test_a_file_is_read_as_it_is_meant(tiny: Path, content: str, kind: str | None, expected: list[str]) -> None:
@@ -179,6 +182,7 @@ def test_a_file_is_read_as_it_is_meant(tiny: Path, content: str, kind: str | Non
         ("[]", None, ["no candidates"]),
         ("\n\n", None, ["no candidates"]),
         ("a\n" * 4097, None, ["more than the 4096"]),
+        (json.dumps(["a"] * 4097), None, ["more than the 4096"]),
         ("a\nb\udcff", None, ["not UTF-8: byte 3"]),
     ],
 )

@@ -181,12 +181,14 @@ def test_thousands_of_candidates_are_one_pass(fixtures: Path, name: str, n_tree:
             assert np.abs(np.subtract(result.candidates[i].token_logprobs, expected)).max() <= 1e-4
 
 
-def test_passes_depend_on_memory_alone(fixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("of", ["available", "address_space"])
+def test_passes_depend_on_memory_alone(fixtures: Path, monkeypatch: pytest.MonkeyPatch, of: str) -> None:
+    """Of the machine, and what `ulimit -v` leaves of it."""
     with Engine.open(fixtures / "exact" / "llama-f16.gguf", backend="cpu") as engine:
         candidates = [f" {a}{b}{c}{b}{a}{c}{b}" for a in "abcdefgh" for b in "ijklmnop" for c in "qrstuvwxyz"]
         one = engine.score("once more", candidates)
         base = memory.estimate(engine.plan, 512, 512).scratch
-        monkeypatch.setattr(memory, "available", lambda: 2 * base + (1 << 20))
+        monkeypatch.setattr(memory, of, lambda: 2 * base + (1 << 20))
         some = engine.score("once more", candidates)
         assert one.passes == 1 < some.passes < 8
         for a, b in zip(one.candidates, some.candidates, strict=True):

@@ -120,7 +120,8 @@ class ReferenceExecutor:
     def step_limit(self, n_past: int, n_tokens: int) -> int:
         if n_tokens <= PREFILL_CHUNK:  # most decisions: nothing is looked up for them
             return n_tokens
-        free = memory.available()
+        limits = (memory.available(), memory.address_space())
+        free = min((limit for limit in limits if limit is not None), default=None)
         while n_tokens > PREFILL_CHUNK and free is not None:
             if memory.estimate(self.plan, n_past + n_tokens, n_tokens).scratch <= free // 2:
                 break

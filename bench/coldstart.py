@@ -15,11 +15,11 @@ and stops at the first byte of the first token, and again when the process is go
 
 import argparse
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -42,12 +42,13 @@ STATES = {"idle": State(4.0, False), "back-to-back": State(0.0, False), "held": 
 CACHES = ("warm", "cold")
 DRIVER = "/dev/nvidia-uvm"  # open in every process that has initialised the driver
 LIMIT_S = 600.0  # for one start
+KEPT = 4096  # bytes of what it says
 
 
 class Run(NamedTuple):
     first_ms: float
     exit_ms: float
-    output: bytes  # what came after the echo
+    output: bytes  # what came after the echo, as far as it is kept
 
 
 class Failed(MeasurementError):
@@ -75,30 +76,43 @@ def start(argv: Sequence[str], env: Mapping[str, str], echo: int = 0, limit_s: f
             )
         except OSError as error:
             raise Failed(f"{argv[0]} does not start: {error.strerror}") from None
-        timer = threading.Timer(limit_s, _kill, (process,))
-        timer.start()
+        exits = os.pidfd_open(process.pid)  # Popen.wait with a limit looks every 50 ms only
         try:
             assert process.stdout is not None
-            output, first = b"", 0.0
-            while piece := os.read(process.stdout.fileno(), 1 << 16):
-                output += piece
-                if not first and len(output) > echo:
+            output, n_bytes, first = b"", 0, 0.0
+            # Within the limit, whatever happens: what a process has left behind may hold the pipe for ever.
+            pipe = process.stdout.fileno()
+            while piece := _ready(pipe, began + limit_s) and os.read(pipe, 1 << 16):
+                n_bytes += len(piece)
+                if not first and n_bytes > echo:
                     first = time.clock_gettime(time.CLOCK_MONOTONIC)
-            process.wait()
+                output += piece[: max(0, echo + KEPT - len(output))]
+            is_over = _ready(exits, began + limit_s)
             ended = time.clock_gettime(time.CLOCK_MONOTONIC)
         finally:
-            timer.cancel()
             _kill(process)
             process.wait()
+            os.close(exits)
             if process.stdout is not None:
                 process.stdout.close()
-        errors.seek(0)
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - KEPT))
         said = errors.read().decode(errors="replace").strip().splitlines()[-1:]
+    if not is_over:
+        after = f"{limit_s:g} s, with {n_bytes} bytes of output"
+        raise Failed(f"it was not over after {after}: {' '.join(said) or 'nothing on stderr'}")
     if process.returncode:
         raise Failed(f"exit code {process.returncode}: {' '.join(said) or 'nothing on stderr'}")
     if not first:
         raise Silent("it ended without a byte of output" + (f": {said[0]}" if said else ""))
     return Run((first - began) * 1e3, (ended - began) * 1e3, output[echo:])
+
+
+def _ready(fd: int, until: float) -> bool:
+    """Whether there is something to read, or an end, before `until`."""
+    waiting = select.poll()
+    waiting.register(fd, select.POLLIN)
+    left = until - time.monotonic()
+    return left > 0 and bool(waiting.poll(left * 1e3))
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -159,7 +173,8 @@ def in_state(name: str, holder: Sequence[str] | None = None, device: str = DRIVE
         raise MeasurementError(f"state {name}: other processes have the driver open: {found}")
     if state.held:
         command = holder or [sys.executable, "-I", "-S", str(ROOT / "bench" / "hold.py")]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+        # It ends when its stdin does: however this process goes, it does not leave the driver held.
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE)
         assert process.stdout is not None
         if process.stdout.readline() != b"holding\n":
             process.kill()
@@ -171,7 +186,8 @@ def in_state(name: str, holder: Sequence[str] | None = None, device: str = DRIVE
         if process is not None:
             process.kill()
             process.wait()
-            assert process.stdout is not None
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.close()
             process.stdout.close()
 
 
@@ -221,10 +237,14 @@ def prepare(found: Sequence[Cell], absent: list[Absent]) -> list[Cell]:
         contender = cell.contender
         if contender.name not in done and contender.prepare:
             command = contender.argv(cell.fields, contender.prepare)
-            result = subprocess.run(command, env=contender.environment(), capture_output=True, text=True)
-            done[contender.name] = result.stderr.strip()[-300:] if result.returncode else None
-            if result.returncode:
-                absent.append({"contender": contender.name, "why": f"prepare failed: {done[contender.name]}"})
+            try:
+                result = subprocess.run(command, env=contender.environment(), capture_output=True, text=True)
+                why = (result.stderr.strip()[-300:] or f"exit code {result.returncode}") if result.returncode else None
+            except OSError as error:
+                why = str(error)
+            done[contender.name] = why
+            if why is not None:
+                absent.append({"contender": contender.name, "why": f"prepare failed: {why}"})
     return [cell for cell in found if done.get(cell.contender.name) is None]
 
 
@@ -344,33 +364,30 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="the JSON")
     parser.add_argument("--state", action="append", choices=STATES, help="repeatable; all by default")
     parser.add_argument("--cache", action="append", choices=CACHES, help="repeatable; warm by default")
-    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[5], metavar="N")
-    parser.add_argument("-n", type=int, default=20, help="starts that count, of each (20)")
+    parser.add_argument("--prompt-tokens", type=measure.count, nargs="+", default=[5], metavar="N")
+    parser.add_argument("-n", type=measure.count, default=20, help="starts that count, of each (20)")
     parser.add_argument("--contenders", type=Path, default=contenders.FILE, metavar="TOML")
     parser.add_argument("--only", action="append", metavar="NAME", help="contenders, repeatable; all by default")
     parser.add_argument("--binary", action="append", default=[], metavar="NAME=PATH")
     options = parser.parse_args()
-    try:
-        named = contenders.read(options.contenders)
-        if options.only:
-            named = [contender for contender in named if contender.name in options.only]
-        binaries = dict(pair.split("=", 1) for pair in options.binary)
-        ready, absent = contenders.locate(named, binaries, ROOT / "build" / "bench")
-        rows: list[dict[str, Any]] = []
-        for model in options.models:
-            found = prepare(cells(ready, model, options.prompt_tokens), absent)
-            for cache in options.cache or ["warm"]:
-                for state in options.state or STATES:
+    ready, absent = contenders.choose(options.only or [], options.binary, ROOT / "build" / "bench", options.contenders)
+    models = [measure.model_entry(model) for model in dict.fromkeys(options.models)]
+    rows: list[dict[str, Any]] = []
+    for model in dict.fromkeys(options.models):
+        found = prepare(cells(ready, model, options.prompt_tokens), absent)
+        for cache in dict.fromkeys(options.cache or ["warm"]):
+            for state in dict.fromkeys(options.state or STATES):
+                try:
                     rows += rounds(found, state, cache, options.n, absent)
-    except MeasurementError as error:
-        sys.stderr.write(f"coldstart: {error}\n")
-        return 1
-    models = [measure.model_entry(model) for model in options.models]
-    measure.save(options.out, measure.document("coldstart", {"models": models, "rows": rows, "not_run": absent}))
+                except MeasurementError as error:
+                    absent.append({"contender": f"{state}, {cache} cache: {model}", "why": str(error)})
+                # Each as soon as it is done: what ends this later does not take it along.
+                content = {"models": models, "rows": rows, "not_run": absent}
+                measure.save(options.out, measure.document("coldstart", content))
     print(render(rows))
     for each in absent:
         print(f"not run: {each['contender']}: {each['why']}")
-    return 0
+    return 0 if rows else 1
 
 
 if __name__ == "__main__":

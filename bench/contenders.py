@@ -6,9 +6,9 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from measure import ROOT, Absent, MeasurementError
 
@@ -18,7 +18,27 @@ DISKS = ("disk, direct", "disk, buffered")
 """Rows that others are held against; of the disk's the faster one."""
 _OURS = ("floor", "disk")
 """Programs in C beside this file, compiled here and now; a command that has one's name in braces needs it."""
-_KEYS = {"name", "command", "binary", "env", "echo", "prepare", "prompt", "prompt_tokens", "cache"}
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(each) is kind for each in value)
+
+
+_TEXT = ("a text", lambda value: isinstance(value, str))
+_FLAG = ("true or false", lambda value: isinstance(value, bool))
+_WORDS_OF_COMMAND = ("a list of texts", lambda value: _is_list(value, str))
+_KEYS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "name": _TEXT,
+    "command": _WORDS_OF_COMMAND,
+    "binary": _TEXT,
+    "env": ("texts by name", lambda value: isinstance(value, dict) and _is_list([*value.values()], str)),
+    "echo": _FLAG,
+    "prepare": _WORDS_OF_COMMAND,
+    "prompt": _FLAG,
+    "prompt_tokens": ("a list of counts", lambda value: _is_list(value, int) and min(value, default=1) > 0),
+    "cache": ("warm or cold", lambda value: value in ("warm", "cold")),
+}
+"""What a contender may have, and what it has to be."""
 
 
 class Contender(NamedTuple):
@@ -48,18 +68,27 @@ class Contender(NamedTuple):
         return {**os.environ, **self.env}
 
 
+Found = tuple[list[tuple[Contender, dict[str, str]]], list[Absent]]
+
+
 def read(path: Path = FILE) -> list[Contender]:
     """Every contender of a file; MeasurementError names what is wrong in it."""
-    with open(path, "rb") as file:
-        tables = tomllib.load(file).get("contender", [])
+    try:
+        tables = tomllib.loads(path.read_text()).get("contender", [])
+    except (OSError, ValueError) as error:
+        raise MeasurementError(f"{path}: {error}") from None
+    if not _is_list(tables, dict) or not tables:
+        raise MeasurementError(f"{path}: a list [[contender]] is needed")
     found = []
     for table in tables:
-        unknown = table.keys() - _KEYS
-        if unknown or "name" not in table or "command" not in table:
+        unknown = table.keys() - _KEYS.keys()
+        if unknown or "name" not in table or not table.get("command"):
             what = f"unknown keys {sorted(unknown)}" if unknown else "name and command are needed"
             raise MeasurementError(f"{path}: contender {table.get('name', '?')}: {what}")
-        if table.get("cache", "warm") not in ("warm", "cold"):
-            raise MeasurementError(f"{path}: contender {table['name']}: cache is {table['cache']!r}, not warm or cold")
+        for key, value in table.items():
+            what, holds = _KEYS[key]
+            if not holds(value):
+                raise MeasurementError(f"{path}: contender {table['name']}: {key} is {value!r}, not {what}")
         lists = {key: tuple(table[key]) for key in ("command", "prepare", "prompt_tokens") if key in table}
         found.append(Contender(**{**table, **lists}))
     names = [contender.name for contender in found]
@@ -68,9 +97,19 @@ def read(path: Path = FILE) -> list[Contender]:
     return found
 
 
-def locate(
-    contenders: Sequence[Contender], binaries: Mapping[str, str], out: Path
-) -> tuple[list[tuple[Contender, dict[str, str]]], list[Absent]]:
+def choose(names: Sequence[str], binaries: Sequence[str], out: Path, path: Path = FILE) -> Found:
+    """`locate` for those of a file with these names, all where none is given. `binaries` are of the form NAME=PATH, and
+    `out` is where our own programs go."""
+    every = read(path)
+    if unknown := {*names} - {contender.name for contender in every}:
+        raise MeasurementError(f"no contender is called {', '.join(sorted(unknown))}")
+    if wrong := [pair for pair in binaries if "=" not in pair]:
+        raise MeasurementError(f"--binary is NAME=PATH, not {wrong[0]}")
+    named = [contender for contender in every if not names or contender.name in names]
+    return locate(named, dict(pair.split("=", 1) for pair in binaries), out)
+
+
+def locate(contenders: Sequence[Contender], binaries: Mapping[str, str], out: Path) -> Found:
     """(those that can run, with the fields of their commands), (those that cannot, and why)."""
     ready, absent = [], []
     for contender in contenders:
@@ -96,11 +135,15 @@ def compiled(name: str, out: Path) -> Path:
     program = out / name
     program.parent.mkdir(parents=True, exist_ok=True)
     compiler = os.environ.get("CC", "cc")
-    command = [compiler, "-O1", str(ROOT / "bench" / f"{name}.c"), "-o", str(program), "-ldl", "-lpthread"]
+    part = program.with_name(f".{name}.{os.getpid()}")  # another call may be running the one that is there
+    command = [compiler, "-O1", str(ROOT / "bench" / f"{name}.c"), "-o", str(part), "-ldl", "-lpthread"]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
+        part.rename(program)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise MeasurementError(f"bench/{name}.c does not compile: {getattr(error, 'stderr', error)}") from None
+        part.unlink(missing_ok=True)
+        why = (getattr(error, "stderr", None) or str(error)).strip()
+        raise MeasurementError(f"bench/{name}.c does not compile: {why}") from None
     return program
 
 

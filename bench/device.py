@@ -15,6 +15,7 @@ of the time that is left, rows say how many runs that was, and what was cut is l
 """
 
 import argparse
+import ctypes
 import os
 import shutil
 import subprocess
@@ -119,6 +120,16 @@ class Session:
         if result.returncode:
             raise MeasurementError((result.stderr.strip() or "it failed").splitlines()[-1])
         self.texts.append(result.stdout.rstrip())
+
+
+def needs_driver() -> None:
+    """MeasurementError where there is none: nothing could be measured of what is about to be built."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise MeasurementError(
+            f"no NVIDIA driver on this machine, and nothing to measure without one: {error}"
+        ) from None
 
 
 def build(target: str) -> str:
@@ -235,7 +246,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=1500, metavar="S", help="seconds in all (1500)")
     parser.add_argument("--only", action="append", choices=(*PARTS, COLD), help="repeatable; all but cold by default")
     parser.add_argument("--models", nargs="+", choices=models.SHAPES, default=MODELS)
-    parser.add_argument("--n", type=int, default=N, help=f"starts that count, of each ({N})")
+    parser.add_argument("--n", type=measure.count, default=N, help=f"starts that count, of each ({N})")
     parser.add_argument("--contenders", nargs="+", metavar="NAME", help="of bench/contenders.toml; all by default")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "bench", help="of the model files")
     parser.add_argument("--target", default="sm_90a", help="of the kernels; none builds none (sm_90a)")
@@ -243,28 +254,21 @@ def main() -> int:
     parser.add_argument("--plan", action="store_true", help="print what each part will take, and end")
     options = parser.parse_args()
     parts = options.only or PARTS
-    try:
-        named = [c for c in contenders.read() if c.name in (options.contenders or [c.name])]
-        if unknown := {*(options.contenders or ())} - {c.name for c in named}:
-            raise MeasurementError(f"no contender is called {', '.join(sorted(unknown))}")
-        binaries = dict(pair.split("=", 1) for pair in options.binary)
-        ready, absent = contenders.locate(named, binaries, options.folder)
-        if options.plan:
-            print(plan(parts, options.models, options.n, [contender for contender, _ in ready]))
-            return 0
-        session = Session(options.out, options.limit, options.n)
-        session.absent = absent
-        files: dict[str, Path] = {}
-        with ThreadPoolExecutor(1) as builder:
-            built = builder.submit(build, options.target) if options.target != "none" else None
-            for name in options.models:
-                files[name] = make(session, options.folder, name)
-            if built is not None:
-                print(f"kernels: {built.result()}", flush=True)
-        print(f"ready after {time.monotonic() - session.began:.0f} s", flush=True)
-    except MeasurementError as error:
-        sys.stderr.write(f"device: {error}\n")
-        return 1
+    ready, absent = contenders.choose(options.contenders or [], options.binary, options.folder)
+    if options.plan:
+        print(plan(parts, options.models, options.n, [contender for contender, _ in ready]))
+        return 0
+    needs_driver()
+    session = Session(options.out, options.limit, options.n)
+    session.absent = absent
+    files: dict[str, Path] = {}
+    with ThreadPoolExecutor(1) as builder:
+        built = builder.submit(build, options.target) if options.target != "none" else None
+        for name in options.models:
+            files[name] = make(session, options.folder, name)
+        if built is not None:
+            print(f"kernels: {built.result()}", flush=True)
+    print(f"ready after {time.monotonic() - session.began:.0f} s", flush=True)
     lengths = prompts(parts)
     small = [name for name in files if session.entries[files[name].name]["bytes"] < LARGE]
     for i, names in enumerate([small, *([name] for name in files if name not in small)]):

@@ -8,7 +8,6 @@ remains when idle power over the same time is taken off. A figure that is uncert
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -178,8 +177,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, description="Joules a start.")
     parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument("--out", type=Path, required=True, help="the JSON")
-    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[5], metavar="N")
-    parser.add_argument("-n", type=int, default=30, help="starts at least (30)")
+    parser.add_argument("--prompt-tokens", type=measure.count, nargs="+", default=[5], metavar="N")
+    parser.add_argument("-n", type=measure.count, default=30, help="starts at least (30)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of starts at least (20)")
     parser.add_argument("--idle", type=float, default=6.0, help="seconds of idle power before and after (6)")
     parser.add_argument("--contenders", type=Path, default=contenders.FILE, metavar="TOML")
@@ -187,24 +186,20 @@ def main() -> int:
     parser.add_argument("--binary", action="append", default=[], metavar="NAME=PATH")
     parser.add_argument("--nvml", default=nvml.LIBRARY, metavar="LIBRARY")
     options = parser.parse_args()
-    try:
-        named = [c for c in contenders.read(options.contenders) if not options.only or c.name in options.only]
-        binaries = dict(pair.split("=", 1) for pair in options.binary)
-        ready, absent = contenders.locate(named, binaries, ROOT / "build" / "bench")
-        rows: list[dict[str, Any]] = []
-        with nvml.Device(library=options.nvml) as device:
-            counter = Counter(device.joules)
-            for model in options.models:
-                found = coldstart.prepare(coldstart.cells(ready, model, options.prompt_tokens), absent)
-                rows += measure_cells(found, counter, options.n, options.seconds, options.idle, absent)
-    except (MeasurementError, nvml.NVMLError) as error:
-        sys.stderr.write(f"energy: {error}\n")
-        return 1
-    models = [measure.model_entry(model) for model in options.models]
-    content = {"models": models, "rows": rows, "not_run": absent}
-    measure.save(options.out, measure.document("energy", content, options.nvml))
+    ready, absent = contenders.choose(options.only or [], options.binary, ROOT / "build" / "bench", options.contenders)
+    models = [measure.model_entry(model) for model in dict.fromkeys(options.models)]
+    rows: list[dict[str, Any]] = []
+    with nvml.Device(library=options.nvml) as device:
+        counter = Counter(device.joules)
+        for model in dict.fromkeys(options.models):
+            found = coldstart.prepare(coldstart.cells(ready, model, options.prompt_tokens), absent)
+            rows += measure_cells(found, counter, options.n, options.seconds, options.idle, absent)
+            content = {"models": models, "rows": rows, "not_run": absent}
+            measure.save(options.out, measure.document("energy", content, options.nvml))
     print(render(rows))
-    return 0
+    for each in absent:
+        print(f"not run: {each['contender']}: {each['why']}")
+    return 0 if rows else 1
 
 
 if __name__ == "__main__":

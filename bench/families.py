@@ -12,7 +12,6 @@ to move at least (bench/work.py), as a share of what a device copy moves in the 
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -119,13 +118,10 @@ def main() -> int:
     print(plan(options.models), flush=True)
     if options.plan:
         return 0
+    device.needs_driver()
     session = device.Session(options.out, options.limit)
-    try:
-        named = [contender for contender in contenders.read() if contender.name != DECISION]
-        ready, session.absent = contenders.locate(named, {}, options.folder)
-    except MeasurementError as error:
-        sys.stderr.write(f"families: {error}\n")
-        return 1
+    named = [contender for contender in contenders.read() if contender.name != DECISION]
+    ready, session.absent = contenders.locate(named, {}, options.folder)
     rows = []
     for name in options.models:
         needed = takes(name)["all"]

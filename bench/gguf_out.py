@@ -132,21 +132,30 @@ def write(path: str | os.PathLike[str], metadata: dict[str, Any], vocabulary: Pa
         offset += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     header = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(pairs)) + b"".join(pairs) + b"".join(infos)
     header += bytes(-len(header) % ALIGNMENT)
-    pools = Pools(seed)
-    part = Path(f"{os.fspath(path)}.part")
+    target = Path(path)
+    part = target.with_name(f".{target.name}.{os.getpid()}")  # whole or not at all, and another call may write it, too
+    try:
+        _write(part, header, offset, () if sparse else tensors, Pools(seed))
+        part.rename(target)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    return len(header) + offset
+
+
+def _write(path: Path, header: bytes, n_bytes: int, tensors: Sequence[Tensor], pools: Pools) -> None:
+    """Header, and `n_bytes` behind it, of which the tensors are written."""
     at = len(header)
-    with open(part, "wb") as file, ThreadPoolExecutor(WRITERS) as writers:
+    with open(path, "wb") as file, ThreadPoolExecutor(WRITERS) as writers:
         file.write(header)
         file.flush()
-        os.truncate(file.fileno(), at + offset)
+        os.truncate(file.fileno(), at + n_bytes)
         written = []
-        for tensor in () if sparse else tensors:
+        for tensor in tensors:
             written.append(writers.submit(_write_at, file.fileno(), at, pools.pieces(tensor)))
             at += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         for each in written:
             each.result()
-    part.rename(path)
-    return len(header) + offset
 
 
 def _write_at(fd: int, at: int, pieces: list[memoryview]) -> None:

@@ -1,12 +1,12 @@
 """Keeps the driver initialised for the processes that start meanwhile: the `held` state of bench/coldstart.py.
 
-`python bench/hold.py` calls cuInit, prints "holding" and sleeps. No context, no memory beyond what the driver takes, no
-work: while it lives, other processes start the driver faster.
+`python bench/hold.py` calls cuInit, prints "holding" and waits for the end of its stdin, which comes at the latest when
+whoever started it is gone. No context, no memory beyond what the driver takes, no work: while it lives, other processes
+start the driver faster.
 """
 
 import ctypes
 import os
-import signal
 import sys
 
 
@@ -24,7 +24,8 @@ def main() -> int:
         os.write(1, b"holding\n")
     except BrokenPipeError:
         return 1
-    signal.pause()
+    while os.read(0, 1 << 12):
+        pass
     return 0
 
 

@@ -31,6 +31,13 @@ class MeasurementError(Exception):
     """A figure cannot be had honestly; the message says why."""
 
 
+def count(text: str) -> int:
+    """An option of argparse: a whole number from 1 on."""
+    if (n := int(text)) < 1:
+        raise ValueError
+    return n
+
+
 class Summary(NamedTuple):
     n: int
     min: float
@@ -95,6 +102,8 @@ _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 def resident(path: str | os.PathLike[str]) -> float:
     """The share of a file's pages that are in memory. The file is mapped for the question only, and not touched."""
     size = os.path.getsize(path)
+    if size == 0:
+        raise MeasurementError(f"{path}: the file is empty")
     pages = -(-size // mmap.PAGESIZE)
     answer = ctypes.create_string_buffer(pages)
     fd = os.open(path, os.O_RDONLY)
@@ -108,7 +117,7 @@ def resident(path: str | os.PathLike[str]) -> float:
         os.close(fd)
     if failed:
         raise OSError(ctypes.get_errno(), f"mincore of {path} failed")
-    return answer.raw.translate(_LOWEST).count(1) / pages if pages else 0.0
+    return answer.raw.translate(_LOWEST).count(1) / pages
 
 
 _LOWEST = bytes(value & 1 for value in range(256))
@@ -175,8 +184,12 @@ def save(path: str | os.PathLike[str], result: dict[str, Any]) -> None:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{os.getpid()}")
-    part.write_text(json.dumps(result, indent=1) + "\n")
-    part.rename(target)
+    try:
+        part.write_text(json.dumps(result, indent=1) + "\n")
+        part.rename(target)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 _SOURCES = ("", ".py", ".cu", ".cuh", ".c", ".h", ".toml")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gguf_out
+import measure
 import piped
 from gguf_out import Fill, Tensor
 
@@ -357,7 +358,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--mix", choices=MIXES, default="Q4_K_M")
-    parser.add_argument("--layers", type=int, help="fewer than the model has")
+    parser.add_argument("--layers", type=measure.count, help="fewer than the model has")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--sparse", action="store_true", help="holes for weights")
     options = parser.parse_args()

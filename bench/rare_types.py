@@ -177,10 +177,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, description="Products with weights of every type.")
     parser.add_argument("out", type=Path, metavar="OUT", help="directory of the result")
     parser.add_argument("--types", nargs="+", default=list(FORMATS), choices=FORMATS)
-    parser.add_argument("--counts", nargs="+", type=int, default=list(COUNTS), metavar="M", help="rows of x")
-    parser.add_argument("--n-out", type=int, default=N_OUT, metavar="N", help=f"rows of the matrix ({N_OUT})")
-    parser.add_argument("--rounds", type=int, default=10, help="launches of a graph that count")
-    parser.add_argument("--beyond", type=int, default=BEYOND_CACHE, metavar="BYTES", help="of weights of a graph")
+    parser.add_argument("--counts", nargs="+", type=measure.count, default=list(COUNTS), metavar="M", help="rows of x")
+    parser.add_argument("--n-out", type=measure.count, default=N_OUT, metavar="N", help=f"rows of the matrix ({N_OUT})")
+    parser.add_argument("--rounds", type=measure.count, default=10, help="launches of a graph that count")
+    parser.add_argument(
+        "--beyond", type=measure.count, default=BEYOND_CACHE, metavar="BYTES", help="of weights of a graph"
+    )
     parser.add_argument("--library", default="libcuda.so.1", help="the driver")
     parser.add_argument("--kernels", default=LIB, help="directory of the kernels, where it is another")
     given = parser.parse_args()

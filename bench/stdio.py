@@ -152,20 +152,16 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="the JSON")
     parser.add_argument("--backend", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--prompt-tokens", type=int, default=30, metavar="N")
-    parser.add_argument("--tokens", type=int, default=32, metavar="N", help="of an answer")
-    parser.add_argument("-n", type=int, default=200, help="decisions; a quarter as many answers")
+    parser.add_argument("--tokens", type=measure.count, default=32, metavar="N", help="of an answer")
+    parser.add_argument("-n", type=measure.count, default=200, help="decisions; a quarter as many answers")
     parser.add_argument("--sha256", metavar="DIGEST", help="of the model file, where it is known already")
     options = parser.parse_args()
     prompts = Prompts(Tokenizer.from_gguf(options.model), options.prompt_tokens)
-    try:
-        with serving(options.model, options.backend, options.prompt_tokens + options.tokens + 64) as (client, ready_ms):
-            rows = [
-                scores(client, prompts, options.n),
-                *answers(client, prompts, max(1, options.n // 4), options.tokens),
-            ]
-    except MeasurementError as error:
-        sys.stderr.write(f"stdio: {error}\n")
-        return 1
+    with serving(options.model, options.backend, options.prompt_tokens + options.tokens + 64) as (client, ready_ms):
+        rows = [
+            scores(client, prompts, options.n),
+            *answers(client, prompts, max(1, options.n // 4), options.tokens),
+        ]
     for row in rows:
         row["prompt_tokens"] = options.prompt_tokens
     content = {

@@ -20,7 +20,7 @@ from typing import Any
 
 import measure
 import piped
-from measure import ROOT
+from measure import ROOT, MeasurementError
 
 sys.path.insert(0, str(ROOT))
 from reflex_ipc import waterfall
@@ -35,11 +35,14 @@ def start(arguments: argparse.Namespace, *more: str) -> float:
     """Milliseconds of a whole process."""
     command = [str(ROOT / "bin" / "reflex"), "run", arguments.model, arguments.prompt, "-n", "1", *more]
     began = time.monotonic_ns()
-    subprocess.run(
+    done = subprocess.run(
         [*command, "--backend", arguments.backend],
-        env={**os.environ, LAUNCHED: str(began)}, stdout=subprocess.DEVNULL, check=True,
+        env={**os.environ, LAUNCHED: str(began)}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    return (time.monotonic_ns() - began) / 1e6
+    ended = time.monotonic_ns()
+    if done.returncode:
+        raise MeasurementError(f"reflex ended with {done.returncode}: {done.stderr.strip()}")
+    return (ended - began) / 1e6
 
 
 def disagreements(bars: list[waterfall.Bar], slack: float) -> list[str]:
@@ -70,7 +73,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="the JSON")
     parser.add_argument("--prompt", default="The capital of France is")
     parser.add_argument("--backend", default="cuda")
-    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--runs", type=measure.count, default=20)
     parser.add_argument("--sha256", metavar="DIGEST", help="of the model file, where it is known already")
     arguments = parser.parse_args()
     traces: list[dict[str, Any]] = []

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import measure
 import piped
 import work
-from measure import ROOT, summary
+from measure import ROOT, MeasurementError, summary
 from rates import shares
 
 from reflex_ipc import archs
@@ -133,18 +133,25 @@ def rates() -> dict[str, Any] | None:
 
 
 def llama_bench(binary: str, model: str, prefill: Sequence[int], depths: Sequence[int], n: int) -> list[dict[str, Any]]:
-    """llama-bench on the same file, flash attention on."""
+    """llama-bench on the same file, flash attention on. MeasurementError says why there is no figure."""
     rows = []
-    jobs = [["-p", ",".join(map(str, prefill)), "-n", "0"], ["-p", "0", "-n", str(n), "-d", ",".join(map(str, depths))]]
+    jobs = [["-p", ",".join(map(str, prefill)), "-n", "0"]] if prefill else []
+    jobs += [["-p", "0", "-n", str(n), "-d", ",".join(map(str, depths))]] if depths else []
     for job in jobs:
         command = [binary, "-m", model, "-fa", "1", "-ngl", "99", "-o", "json", *job]
-        for entry in json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout):
-            seconds = [ns / 1e9 for ns in entry["samples_ns"]]
-            tokens = entry["n_gen"] or entry["n_prompt"]
-            of = {"depth": entry["n_depth"], "tokens": tokens} if entry["n_gen"] else {"tokens": tokens}
-            what = "decode" if entry["n_gen"] else "prefill"
-            per_second = tokens / summary(seconds).median
-            rows.append({"engine": "llama-bench", "what": what, **of, "seconds": seconds, "per_second": per_second})
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise MeasurementError(f"exit code {done.returncode}: {' '.join(done.stderr.strip().splitlines()[-1:])}")
+        try:
+            for entry in json.loads(done.stdout):
+                seconds = [ns / 1e9 for ns in entry["samples_ns"]]
+                tokens = entry["n_gen"] or entry["n_prompt"]
+                of = {"depth": entry["n_depth"], "tokens": tokens} if entry["n_gen"] else {"tokens": tokens}
+                what = "decode" if entry["n_gen"] else "prefill"
+                per_second = tokens / summary(seconds).median
+                rows.append({"engine": "llama-bench", "what": what, **of, "seconds": seconds, "per_second": per_second})
+        except (ValueError, LookupError, TypeError, ArithmeticError) as error:
+            raise MeasurementError(f"its JSON is not what is known of it: {error!r}") from None
     return rows
 
 
@@ -165,11 +172,11 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("--out", type=Path, required=True, help="the JSON")
     parser.add_argument("--backend", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--prefill", type=int, nargs="*", default=list(PREFILL), metavar="N")
+    parser.add_argument("--prefill", type=measure.count, nargs="*", default=list(PREFILL), metavar="N")
     parser.add_argument("--depths", type=int, nargs="*", default=list(DEPTHS), metavar="N")
-    parser.add_argument("--decode-tokens", type=int, default=128, metavar="N")
-    parser.add_argument("--score", type=int, nargs="*", default=[512], metavar="N", help="prompt lengths")
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--decode-tokens", type=measure.count, default=128, metavar="N")
+    parser.add_argument("--score", type=measure.count, nargs="*", default=[512], metavar="N", help="prompt lengths")
+    parser.add_argument("--repeat", type=measure.count, default=5)
     parser.add_argument("--llama-bench", metavar="PATH")
     parser.add_argument("--sha256", metavar="DIGEST", help="of the model file, where it is known already")
     options = parser.parse_args()
@@ -190,7 +197,11 @@ def main() -> int:
         rows += [bench.score(n) for n in options.score]
         backend = engine.backend
     if options.llama_bench:
-        rows += llama_bench(options.llama_bench, options.model, options.prefill, options.depths, options.decode_tokens)
+        lengths = options.prefill, options.depths, options.decode_tokens
+        try:
+            rows += llama_bench(options.llama_bench, options.model, *lengths)
+        except (MeasurementError, OSError) as error:
+            absent.append({"contender": "llama-bench", "why": str(error)})
     else:
         absent.append({"contender": "llama-bench", "why": "not given (--llama-bench PATH)"})
     found = rates() if backend == "cuda" else None

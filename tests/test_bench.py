@@ -6,6 +6,7 @@ import lzma
 import mmap
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -81,12 +82,24 @@ class TestStart:
         [
             ("printf x; echo one >&2; echo why >&2; exit 3", "exit code 3: why"),
             ("true", "ended without a byte of output"),
-            ("sleep 30 & exec sleep 31", "exit code -9: nothing on stderr"),
+            ("sleep 30 & exec sleep 31", "not over after 0.5 s, with 0 bytes of output: nothing on stderr"),
+            ("echo x; echo why >&2; exec >&-; sleep 30", "not over after 0.5 s, with 2 bytes of output: why"),
+            (
+                "printf x; setsid sleep 3 & exit 0",
+                "not over after 0.5 s, with 1 bytes",
+            ),  # beyond killing, with the pipe
+            ("exec yes", "not over after 0.5 s"),
         ],
     )
     def test_what_does_not_count(self, script: str, message: str):
+        began = time.monotonic()
         with pytest.raises(coldstart.Failed, match=message):
             coldstart.start(["sh", "-c", script], os.environ, limit_s=0.5)
+        assert time.monotonic() - began < 0.5 + SLACK / 1000
+
+    def test_of_a_flood_the_beginning_is_kept(self):
+        run = coldstart.start(["sh", "-c", "yes | head -c 5000000; printf end"], os.environ, echo=3)
+        assert run.output == b"\n" + b"y\n" * ((coldstart.KEPT - 1) // 2) + b"y"
 
     def test_no_such_program(self):
         with pytest.raises(coldstart.Failed, match="does not start: No such file"):
@@ -169,6 +182,13 @@ def _command_line(process: Path) -> bytes:
         return (process / "cmdline").read_bytes()
     except OSError:
         return b""
+
+
+def _parent(process: Path) -> int | None:
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
 
 
 def cell(contender: Contender, model: Path, prompt_tokens: int | None = 5) -> Cell:
@@ -272,6 +292,32 @@ class TestContenders:
         (tmp_path / "c.toml").write_text('[[contender]]\nname = "x"\ncommand = ["x"]\nflags = 1\n')
         with pytest.raises(MeasurementError, match=r"contender x: unknown keys \['flags'\]"):
             contenders.read(tmp_path / "c.toml")
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("[[contender]", r"Expected '\]\]'"),
+            ("contender = 3", "a list"),
+            ("", "a list"),
+            ('[[contender]]\nname = "x"\ncommand = "echo hi"', "command is 'echo hi', not a list of texts"),
+            ('[[contender]]\nname = "x"\ncommand = ["echo", 3]', r"command is \['echo', 3\]"),
+            ('[[contender]]\nname = "x"\ncommand = []', "name and command are needed"),
+            ('[[contender]]\nname = "x"\ncommand = ["x"]\nenv = { A = 1 }', "env is {'A': 1}, not texts by name"),
+            ('[[contender]]\nname = "x"\ncommand = ["x"]\nprompt_tokens = [0]', r"prompt_tokens is \[0\], not a list"),
+            ('[[contender]]\nname = ["x"]\ncommand = ["x"]', r"name is \['x'\], not a text"),
+            ('[[contender]]\nname = "x"\ncommand = ["x"]\n' * 2, "two contenders have one name"),
+        ],
+    )
+    def test_every_field_has_its_kind(self, tmp_path: Path, text: str, message: str):
+        (tmp_path / "c.toml").write_text(text)
+        with pytest.raises(MeasurementError, match=rf"c\.toml: .*{message}"):
+            contenders.read(tmp_path / "c.toml")
+
+    def test_no_such_contender_and_no_such_binary(self, tmp_path: Path):
+        with pytest.raises(MeasurementError, match="no contender is called nobody"):
+            contenders.choose(["floor", "nobody"], [], tmp_path)
+        with pytest.raises(MeasurementError, match="--binary is NAME=PATH, not ollama"):
+            contenders.choose([], ["ollama"], tmp_path)
 
     @pytest.mark.parametrize("name", ["qwen3", "qwen35", "deepseek-llm"])
     def test_prompts_have_the_asked_length(self, fixtures: Path, tmp_path: Path, name: str):
@@ -432,6 +478,52 @@ class TestCommands:
         # With the contenders of the project a prompt is needed, and such a file has no tokenizer.
         refused = subprocess.run(command, capture_output=True, text=True)
         assert refused.returncode == 1 and "not a GGUF file" in refused.stderr and "Traceback" not in refused.stderr
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
+    def test_what_was_measured_is_kept_and_nothing_left_running(self, file: Path, tmp_path: Path, number: int):
+        """Ended in the midst of the second state: the first is in the file. Of what was started nothing lives on, but
+        for a start itself where the tool could not know (SIGKILL)."""
+        script = f"[ -e {tmp_path}/slow ] && sleep 4; echo x"
+        toml = f'[[contender]]\nname = "x"\nprompt = false\ncommand = ["sh", "-c", {json.dumps(script)}]\n'
+        (tmp_path / "c.toml").write_text(toml)
+        out, scratch = tmp_path / "out.json", tmp_path / "scratch"
+        scratch.mkdir()
+        command = [sys.executable, ROOT / "bench" / "coldstart.py", file, "--out", out, "-n", "2"]
+        command += ["--state", "back-to-back", "--state", "held", "--contenders", tmp_path / "c.toml"]
+        environment = {**os.environ, "TMPDIR": str(scratch)}
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment) as tool:
+            deadline = time.monotonic() + 10
+            while not out.exists() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            (tmp_path / "slow").touch()
+            time.sleep(0.8)
+            started = [process for process in Path("/proc").glob("[0-9]*") if _parent(process) == tool.pid]
+            assert started
+            tool.send_signal(number)
+            assert tool.stderr is not None and tool.stderr.read() == b""
+        assert tool.returncode == (-9 if number == signal.SIGKILL else 128 + number)
+        saved = json.loads(out.read_text())
+        assert [(row["state"], row["n"]) for row in saved["rows"]] == [("back-to-back", 2)]
+        time.sleep(0.2)
+        alive = [command for process in started if (command := _command_line(process))]
+        assert not [command for command in alive if b"hold.py" in command]
+        assert not alive or number == signal.SIGKILL
+        assert not [*scratch.iterdir()] and [path.name for path in tmp_path.glob(".out*")] == []
+
+    def test_a_state_that_cannot_be_had_does_not_take_the_others_along(self, file: Path, tmp_path: Path):
+        (tmp_path / "c.toml").write_text('[[contender]]\nname = "x"\nprompt = false\ncommand = ["echo", "x"]\n')
+        (tmp_path / "libcuda.so.1").unlink()
+        out = tmp_path / "out.json"
+        command = [sys.executable, ROOT / "bench" / "coldstart.py", file, "--out", out, "-n", "1"]
+        command += ["--contenders", tmp_path / "c.toml"]
+        states = ["--state", "back-to-back", "--state", "held"]
+        done = subprocess.run([*command, *states], capture_output=True, text=True)
+        assert done.returncode == 0
+        why = "state held: the driver could not be initialised"
+        saved = json.loads(out.read_text())
+        assert [row["state"] for row in saved["rows"]] == ["back-to-back"]
+        assert saved["not_run"] == [{"contender": f"held, warm cache: {file}", "why": why}]
+        assert subprocess.run([*command, "--state", "held"], capture_output=True).returncode == 1
 
     def test_device(self, tmp_path: Path):
         """Everything, as far as it goes without a GPU: the floor runs, what cannot be had is listed."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -206,6 +207,30 @@ def test_every_tool_ends_through_one_place():
     ends = {path.name: "piped.run(" in path.read_text() for path in TOOLS}
     assert [name for name, is_so in ends.items() if not is_so] == ["hold.py"]
     assert {"compare.py", "collect.py", "report.py", "device.py", "warm.py", "rare_types.py"} <= {*ends}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["coldstart.py", "OUT/none", "--out", "OUT/x"], "none"),
+        (["coldstart.py", "README.md", "--out", "OUT/x"], "README.md: not a GGUF file"),
+        (["coldstart.py", "OUT/empty", "--out", "OUT/x"], "empty: the file is empty"),
+        (["coldstart.py", "README.md", "--out", "OUT/x", "--contenders", "OUT/none.toml"], "none.toml"),
+        (["energy.py", "README.md", "--out", "OUT/x"], "README.md: not a GGUF file|no NVML"),
+        (["warm.py", "README.md", "--out", "OUT/x"], "README.md: not a GGUF file"),
+        (["stdio.py", "OUT/none", "--out", "OUT/x"], "none: no such file"),
+        (["timeline.py", "./README.md", "--out", "OUT/x", "--backend", "cpu"], "README.md: not a GGUF file"),
+        (["models.py", "/proc/self/none", "qwen3-0.6b", "--sparse"], "No such file"),
+    ],
+    ids=lambda value: "-".join(value[:2]).replace("/", ".") if isinstance(value, list) else "",
+)  # fmt: skip
+def test_what_cannot_be_is_one_line(tmp_path: Path, arguments: list[str], message: str):
+    (tmp_path / "empty").touch()
+    words = [word.replace("OUT", str(tmp_path)) for word in arguments[1:]]
+    command = [sys.executable, ROOT / "bench" / arguments[0], *words]
+    done = subprocess.run(command, capture_output=True, cwd=ROOT, text=True, timeout=60)
+    assert done.returncode == 1
+    assert re.fullmatch(rf"{arguments[0][:-3]}: .*({message}).*\n", done.stderr)
 
 
 @pytest.mark.parametrize(

@@ -52,10 +52,11 @@ format: $(VENV)/.tests
 
 MEASURED := build/bench/results
 bench:
+	@$(PYTHON) -c 'import numpy' || { echo 'make bench needs NumPy: make demo, then make bench PYTHON=$(PY)'; exit 1; }
 	rm -rf $(MEASURED)
 	$(PYTHON) bench/device.py $(MEASURED)
-	$(PYTHON) bench/device.py $(MEASURED) --only cold --models qwen3-8b
-	$(PYTHON) bench/rare_types.py $(MEASURED)
+	-$(PYTHON) bench/device.py $(MEASURED) --only cold --models qwen3-8b
+	-$(PYTHON) bench/rare_types.py $(MEASURED)
 	$(PYTHON) bench/collect.py docs/benchmarks $(MEASURED) --fresh
 
 bench-report:

@@ -24,7 +24,6 @@ import compare
 import measure
 import piped
 import report
-import shape
 from measure import NO_TIME, MeasurementError
 
 Document = dict[str, Any]
@@ -45,18 +44,7 @@ def read(source: Path) -> list[Document]:
         files = [source] if source.suffix == ".json" else sorted(folder.rglob("*.json"))
         if not files:
             raise MeasurementError(f"{source}: no results")
-        return [document for file in files for document in load(file)]
-
-
-def load(file: Path) -> list[Document]:
-    """`compare.load`, and every field that is needed here is there. MeasurementError names the file and the field."""
-    found = compare.load(file)
-    for document in found:
-        try:
-            shape.check(document)
-        except MeasurementError as error:
-            raise MeasurementError(f"{file}: {error}") from None
-    return found
+        return [document for file in files for document in compare.load(file)]
 
 
 def parts(document: Document) -> Iterator[tuple[str, Document]]:
@@ -173,7 +161,7 @@ def _parts_of_device(document: Document) -> set[str]:
 def _is_result(file: Path) -> bool:
     """Whether it is one by schema and kind: nothing else is ever removed."""
     try:
-        return bool(compare.load(file))
+        return bool(compare.read(file))
     except MeasurementError:
         return False
 
@@ -186,7 +174,7 @@ def main() -> int:
     options = parser.parse_args()
     there = sorted(options.into.glob("*.json"))
     try:
-        found = [] if options.fresh else [document for file in there for document in load(file)]
+        found = [] if options.fresh else [document for file in there for document in compare.load(file)]
         found += [document for call in options.calls for document in read(call)]
         whole, said = collect(found)
         ours = [file for file in there if _is_result(file)]

@@ -79,7 +79,7 @@ class Bench:
         self.stream.to_device(self.x, self.values.tobytes())
         self.pool = self.take(max(self.copies(kind) * self.size(kind) for kind in FORMATS))
         matrices = [Matrix(kind, 0, n_out, 0, n_out) for kind in FORMATS]
-        self.scratch = self.take(max(scratch_bytes(n_most, N_IN, [matrix]) for matrix in matrices))
+        self.scratch = self.take(max(scratch_bytes(self.limits, n_most, N_IN, [matrix]) for matrix in matrices))
 
     def take(self, size: int) -> int:
         memory = self.device.allocate(size, "measuring")

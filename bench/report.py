@@ -277,7 +277,12 @@ def _warm(document: Mapping[str, Any]) -> str:
             f"{found['copy_bytes_s'] / 1e12:.2f} TB/s (both ways), bf16 {found['bf16_flop_s'] / 1e12:.0f} TFLOP/s, "
             f"host to device {found['host_to_device_bytes_s'] / 1e9:.1f} GB/s."
         )
-    return f"## Loaded: {model}, backend {document['backend']}\n\n{best}\n\n{_table(head, body)}"
+    counted = (
+        " Bytes and operations are the least that a step can do with: every weight once (of experts those that so many "
+        "tokens reach if all are equally likely), the cache once, two operations for a product (`bench/work.py`); a "
+        "prompt counts its steps, decoding every token."
+    )
+    return f"## Loaded: {model}, backend {document['backend']}\n\n{best}{counted}\n\n{_table(head, body)}"
 
 
 def _timeline(document: Mapping[str, Any], pictures: dict[str, str]) -> str:

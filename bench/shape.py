@@ -1,4 +1,4 @@
-"""What a result has to look like before others work on it (bench/collect.py): fields and what they hold."""
+"""What a result has to look like before others work on it (`compare.load`): fields and what they hold."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -44,6 +44,7 @@ NAME = Kind(f"a plain file name of at most {LONGEST_NAME} bytes", _is_name)
 COUNT = Kind("a count", lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0)
 NUMBER = Kind("a number", _is_number)
 RUNS = Kind("a list of numbers", lambda value: isinstance(value, list) and value != [] and all(map(_is_number, value)))
+TIMES = Kind("a list of times above 0", lambda value: RUNS.holds(value) and min(value) > 0)
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 
@@ -51,7 +52,14 @@ DOCUMENT: Mapping[str, Shape] = {
     "when": TEXT,
     "command": [TEXT],
     "source": {"commit": _or_none(TEXT), "changed": _or_none(FLAG), "sources_sha256": TEXT},
-    "machine": {"gpu": _or_none(OBJECT), "cpu": TEXT},
+    "machine": {
+        "gpu": _or_none(OBJECT),
+        "cpu": TEXT,
+        "cores": COUNT,
+        "kernel": TEXT,
+        "python": TEXT,
+        "driver_environment": OBJECT,
+    },
     "models": [{"file": NAME, "bytes": COUNT, "sha256": TEXT}],
     "rows": [OBJECT],
     "not_run": [{"contender": TEXT, "why": Kind("a text", lambda value: isinstance(value, str))}],
@@ -60,7 +68,7 @@ PART: Mapping[str, Shape] = {"part": TEXT, "models": [TEXT]}
 ROUNDS: Mapping[str, Shape] = {"kind": TEXT, "of": OBJECT, "asked": COUNT}
 """What `measure.Absent` has where time was lacking, either or."""
 OF_KIND: Mapping[str, Mapping[str, Shape]] = {
-    "timeline": {"backend": TEXT, "runs": COUNT, "plain_ms": RUNS, "traced_ms": RUNS},
+    "timeline": {"backend": TEXT, "runs": COUNT, "plain_ms": TIMES, "traced_ms": TIMES, "trace": OBJECT},
     "warm": {"backend": TEXT, "rates": _or_none(OBJECT)},
     "stdio": {"backend": TEXT},
     "types": {"n_in": COUNT, "n_out": COUNT, "bound": NUMBER},
@@ -74,10 +82,19 @@ _STARTS: Mapping[str, Shape] = {
     "n": COUNT,
 }
 ROWS: Mapping[str, Mapping[str, Shape]] = {
-    "coldstart": {**_STARTS, "command": [TEXT], "env": OBJECT, "first_ms": RUNS, "exit_ms": RUNS},
-    "energy": _STARTS,
-    "warm": {"engine": TEXT, "what": TEXT, "tokens": COUNT, "seconds": RUNS, "per_second": NUMBER},
-    "stdio": {"what": TEXT, "seconds": RUNS, "prompt_tokens": COUNT},
+    "coldstart": {**_STARTS, "command": [TEXT], "env": OBJECT, "first_ms": TIMES, "exit_ms": TIMES},
+    "energy": {
+        **_STARTS,
+        "batch_s": NUMBER,
+        "idle_before_w": NUMBER,
+        "idle_after_w": NUMBER,
+        "gross_j": NUMBER,
+        "gross_error_j": NUMBER,
+        "net_j": _or_none(NUMBER),
+        "net_error_j": NUMBER,
+    },
+    "warm": {"engine": TEXT, "what": TEXT, "tokens": COUNT, "seconds": TIMES, "per_second": NUMBER},
+    "stdio": {"what": TEXT, "seconds": TIMES, "prompt_tokens": COUNT},
     "experts": {"what": TEXT, "bytes": NUMBER, "seconds": RUNS},
     "types": {
         "type": TEXT,

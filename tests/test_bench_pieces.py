@@ -67,6 +67,18 @@ def result(when: str, rows: list[dict[str, Any]], kind: str = "coldstart", **mor
     }
 
 
+JOULES: dict[str, Any] = {
+    "batch_s": 10.0,
+    "idle_before_w": 70.0,
+    "idle_after_w": 70.0,
+    "gross_j": 50.0,
+    "gross_error_j": 0.5,
+    "net_j": None,
+    "net_error_j": 1.0,
+}
+"""What a row of energy has besides."""
+
+
 def write(folder: Path, **documents: dict[str, Any]) -> Path:
     folder.mkdir()
     for name, document in documents.items():
@@ -154,7 +166,8 @@ def test_energy_that_another_piece_has_is_no_longer_missing():
 
 
 def test_what_was_measured_twice_otherwise_is_the_newer(tmp_path: Path):
-    energy = {"contender": "reflex", "model": "m.gguf", "state": "back-to-back", "cache": "warm", "prompt_tokens": 5}
+    case = {"contender": "reflex", "model": "m.gguf", "state": "back-to-back", "cache": "warm", "prompt_tokens": 5}
+    energy = {**JOULES, **case}
     old = write(
         tmp_path / "old",
         a=result("1", [{**energy, "n": 20, "gross_j": 50.0}], "energy"),

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import piped
+from measure import MeasurementError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -40,6 +41,7 @@ class Instant:
     """An engine whose tokens cost nothing."""
 
     timings: Mapping[str, float] = MappingProxyType({})
+    tokenizer = SimpleNamespace(prepare=lambda: None)
 
     def __enter__(self) -> "Instant":
         return self
@@ -82,9 +84,9 @@ def loop() -> float:
     """Microseconds a token through a process: engine's question, event, pipe, reader."""
     process = subprocess.Popen([sys.executable, __file__, "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin and process.stdout
-    process.stdin.write(b'{"id":1,"op":"generate","prompt":"x"}\n')
+    process.stdin.write(b'{"id":1,"op":"generate","tokens":[1,2,3,4,5]}\n')
     process.stdin.close()
-    began = 0.0
+    began, line = 0.0, b""
     for line in process.stdout:
         if b'"started"' in line:
             began = time.perf_counter()
@@ -92,6 +94,8 @@ def loop() -> float:
             break
     took = time.perf_counter() - began
     process.wait()
+    if b'"done"' not in line or not began:
+        raise MeasurementError(f"the loop gave no answer: {line.decode().strip()}")
     return took / TOKENS * 1e6
 
 

@@ -1,5 +1,6 @@
 """Measurements in pieces: what a call will take, and several calls' results as one set."""
 
+import importlib.util
 import json
 import os
 import re
@@ -272,6 +273,26 @@ def test_a_reader_who_has_gone(tmp_path: Path, arguments: list[str]):
     done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, cwd=ROOT, text=True, timeout=60)
     os.close(writes)
     assert (done.returncode, done.stderr) == (1 if arguments[0] == "hold.py" else 141, "")
+
+
+def test_the_loop_of_the_wire_answers():
+    """bench/wire.py, whose name tests/ has a module of, too: an engine that is a stand-in has to have what is asked of
+    it, and a loop that answers nothing is no figure."""
+    spec = importlib.util.spec_from_file_location("bench_wire", ROOT / "bench" / "wire.py")
+    assert spec is not None and spec.loader is not None
+    wire = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(wire)
+    assert 0.5 < wire.loop() < 2000
+
+
+def test_nothing_is_built_where_nothing_can_be_measured(tmp_path: Path):
+    (tmp_path / "libcuda.so.1").write_text("none")
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    command = [sys.executable, ROOT / "bench" / "device.py", tmp_path / "out", "--folder", tmp_path / "models"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("device: no NVIDIA driver on this machine") and done.stderr.count("\n") == 1
+    assert not [*tmp_path.rglob("*.gguf")]
 
 
 COMMITTED = sorted((ROOT / "docs" / "benchmarks").rglob("*.json"))

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import contenders
+import ending
 import measure
-import piped
 from contenders import DISKS, FLOOR, Contender
 from measure import NO_TIME, ROOT, Absent, MeasurementError, summary
 
@@ -391,4 +391,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    piped.run(main)
+    ending.run(main)

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import compare
+import ending
 import measure
-import piped
 import report
 from measure import NO_TIME, MeasurementError
 
@@ -194,4 +194,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    piped.run(main)
+    ending.run(main)

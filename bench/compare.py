@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import piped
+import ending
 import shape
 from contenders import DISKS, FLOOR
 from measure import SCHEMA, MeasurementError, rank_test, summary
@@ -41,7 +41,7 @@ KEYS = (
     "rows",
 )
 TIMES = {"first_ms": "to the first token", "exit_ms": "to the exit", "seconds": ""}
-KINDS = ("coldstart", "energy", "timeline", "warm", "stdio", "experts", "types")
+KINDS = ("coldstart", "energy", "timeline", "warm", "stdio", "types")
 Row = Mapping[str, Any]
 Floor = Sequence[float] | None
 
@@ -213,4 +213,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    piped.run(main)
+    ending.run(main)

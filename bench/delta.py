@@ -37,10 +37,10 @@ def options() -> argparse.Namespace:
 given = options()
 sys.path[:0] = [str(given.root.resolve()), str(ROOT / "tests")]
 
+import ending  # noqa: E402
 import layers  # noqa: E402
 import measure  # noqa: E402
 import numpy as np  # noqa: E402
-import piped  # noqa: E402
 from delta_reference import KERNEL, Data, Net, expected  # noqa: E402
 
 from reflex_ipc.cuda import families, launch  # noqa: E402
@@ -162,4 +162,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    piped.run(main)
+    ending.run(main)

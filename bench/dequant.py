@@ -10,8 +10,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import ending
 import numpy as np
-import piped
 
 from reflex_ipc.reference.dequant import DEQUANTISERS, dequantise
 
@@ -68,4 +68,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    piped.run(main)
+    ending.run(main)

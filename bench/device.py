@@ -28,11 +28,11 @@ from typing import Any
 
 import coldstart
 import contenders
+import ending
 import energy
 import measure
 import models
 import nvml
-import piped
 import times
 from coldstart import Cell
 from contenders import DECISION, Contender
@@ -286,4 +286,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    piped.run(main)
+    ending.run(main)

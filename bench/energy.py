@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import coldstart
 import contenders
+import ending
 import measure
 import nvml
-import piped
 from measure import NO_TIME, ROOT, Absent, MeasurementError
 
 SHARE = 0.1  # the largest uncertainty a figure may have, of itself
@@ -203,4 +203,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    piped.run(main)
+    ending.run(main)

@@ -39,10 +39,10 @@ def options() -> argparse.Namespace:
 given = options()
 sys.path[:0] = [str(ROOT)]
 
+import ending  # noqa: E402
 import layers  # noqa: E402
 import measure  # noqa: E402
 import models  # noqa: E402
-import piped  # noqa: E402
 
 from reflex_ipc.cuda import experts, families, launch  # noqa: E402
 from reflex_ipc.cuda.device import Device, start_driver  # noqa: E402
@@ -179,4 +179,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    piped.run(main)
+    ending.run(main)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import contenders
+import ending
 import measure
-import piped
 from coldstart import STATES, Run, in_state, start
 from measure import ROOT, MeasurementError, summary
 
@@ -101,4 +101,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    piped.run(main)
+    ending.run(main)

@@ -18,9 +18,9 @@ from typing import Any
 
 import contenders
 import device
+import ending
 import measure
 import models
-import piped
 import times
 from contenders import DECISION, FLOOR, REFLEX
 from measure import ROOT, MeasurementError, summary
@@ -145,4 +145,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    piped.run(main)
+    ending.run(main)

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
+import ending  # noqa: E402
 import measure  # noqa: E402
 import numpy as np  # noqa: E402
-import piped  # noqa: E402
 
 import build  # noqa: E402
 from reflex_ipc.cuda import linear  # noqa: E402
@@ -388,4 +388,4 @@ def render(rows: Sequence[dict[str, Any]], swept: Sequence[dict[str, Any]], coun
 
 
 if __name__ == "__main__":
-    piped.run(main)
+    ending.run(main)

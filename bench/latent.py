@@ -45,9 +45,9 @@ FORMS = {
 }
 sys.path[:0] = [str(ROOT)]
 
+import ending  # noqa: E402
 import layers  # noqa: E402
 import measure  # noqa: E402
-import piped  # noqa: E402
 
 from reflex_ipc.cuda import latent, launch  # noqa: E402
 from reflex_ipc.cuda.device import Device, start_driver  # noqa: E402
@@ -135,4 +135,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    piped.run(main)
+    ending.run(main)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ending
 import gguf_out
 import measure
-import piped
 from gguf_out import Fill, Tensor
 
 VOCABULARIES = Path(__file__).resolve().parents[1] / "tests" / "fixtures" / "tokenizers"
@@ -370,4 +370,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    piped.run(main)
+    ending.run(main)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import piped
+import ending
 
 _ADDRESS = "127.0.0.1:11987"
 
@@ -117,4 +117,4 @@ _ENGINES: dict[str, Callable[..., None]] = {
 }
 
 if __name__ == "__main__":
-    piped.run(lambda: _ENGINES[sys.argv[1]](*sys.argv[2:]))
+    ending.run(lambda: _ENGINES[sys.argv[1]](*sys.argv[2:]))

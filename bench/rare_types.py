@@ -22,10 +22,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
+import ending  # noqa: E402
 import measure  # noqa: E402
 import numpy as np  # noqa: E402
 import numpy.typing as npt  # noqa: E402
-import piped  # noqa: E402
 
 from reflex_ipc.cuda import LIB  # noqa: E402
 from reflex_ipc.cuda.device import Device, start_driver  # noqa: E402
@@ -210,4 +210,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    piped.run(main)
+    ending.run(main)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
-import piped
+import ending
 
 COPY = READ = 4 << 30  # bytes, beyond any cache
 HOST = 1 << 30
@@ -94,4 +94,4 @@ def _cupy() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    piped.run(main)
+    ending.run(main)

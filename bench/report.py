@@ -17,8 +17,8 @@ from typing import Any
 
 import coldstart
 import compare
+import ending
 import measure
-import piped
 import svg
 from contenders import DECISION, FLOOR, REFLEX
 from measure import ROOT, MeasurementError, summary
@@ -58,7 +58,7 @@ def page(documents: Sequence[Mapping[str, Any]], plots: str) -> tuple[str, dict[
     for document in documents:
         if document["kind"] == "timeline":
             parts.append(_timeline(document, pictures))
-    for kind, section in (("warm", _warm), ("stdio", _stdio), ("experts", _experts), ("types", _types)):
+    for kind, section in (("warm", _warm), ("stdio", _stdio), ("types", _types)):
         parts += [section(document) for document in documents if document["kind"] == kind]
     parts.append(_not_run(documents))
     parts.append(_repeat(documents))
@@ -311,19 +311,6 @@ def _stdio(document: Mapping[str, Any]) -> str:
     )
 
 
-def _experts(document: Mapping[str, Any]) -> str:
-    body = []
-    for row in document["rows"]:
-        s = summary(row["seconds"])
-        sums = [f"{row[key] * 1e3:.1f}" if key in row else "-" for key in ("whole_s", "at_best_s")]
-        body.append([row["what"], f"{row['bytes'] / 1e9:.2f}", str(s.n), f"{s.median * 1e3:.1f}", *sums])
-    return (
-        f"## Routed experts first: {document['models'][0]['file']}\n\nMilliseconds until what the first token "
-        "needs is on the device, context there, page cache warm (`bench/experts_first.py` says how).\n\n"
-        + _table(("", "GB", "n", "ms, median", "with all but experts", "at best"), body)
-    )
-
-
 def _types(document: Mapping[str, Any]) -> str:
     """Every type with all counts of rows on one line, those of one path after the other, by bits a weight."""
     rows = {(row["type"], row["rows"]): row for row in document["rows"]}
@@ -410,4 +397,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    piped.run(main)
+    ending.run(main)

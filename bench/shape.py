@@ -95,7 +95,6 @@ ROWS: Mapping[str, Mapping[str, Shape]] = {
     },
     "warm": {"engine": TEXT, "what": TEXT, "tokens": COUNT, "seconds": TIMES, "per_second": NUMBER},
     "stdio": {"what": TEXT, "seconds": TIMES, "prompt_tokens": COUNT},
-    "experts": {"what": TEXT, "bytes": NUMBER, "seconds": RUNS},
     "types": {
         "type": TEXT,
         "rare": FLAG,

@@ -21,8 +21,8 @@ from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import ending
 import measure
-import piped
 from measure import ROOT, MeasurementError, summary
 
 from reflex_ipc.tokenizer import Tokenizer
@@ -177,4 +177,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    piped.run(main)
+    ending.run(main)

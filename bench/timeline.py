@@ -18,8 +18,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import ending
 import measure
-import piped
 from measure import ROOT, MeasurementError
 
 sys.path.insert(0, str(ROOT))
@@ -117,4 +117,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    piped.run(main)
+    ending.run(main)

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import piped
+import ending
 
 ROOT = Path(__file__).parents[1]
 FIXTURES = ROOT / "tests" / "fixtures" / "tokenizers"
@@ -99,4 +99,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    piped.run(main)
+    ending.run(main)

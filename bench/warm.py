@@ -19,8 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import ending
 import measure
-import piped
 import work
 from measure import ROOT, MeasurementError, summary
 from rates import shares
@@ -218,4 +218,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    piped.run(main)
+    ending.run(main)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-import piped
+import ending
 from measure import MeasurementError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -136,4 +136,4 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:] == ["serve"]:
         os._exit(serve())
-    piped.run(main)
+    ending.run(main)

@@ -218,7 +218,7 @@ TOOLS = sorted(path for path in (ROOT / "bench").glob("*.py") if '__name__ == "_
 
 def test_every_tool_ends_through_one_place():
     """But for the process that holds the driver, which has no bench/ to import from."""
-    ends = {path.name: "piped.run(" in path.read_text() for path in TOOLS}
+    ends = {path.name: "ending.run(" in path.read_text() for path in TOOLS}
     assert [name for name, is_so in ends.items() if not is_so] == ["hold.py"]
     assert {"compare.py", "collect.py", "report.py", "device.py", "warm.py", "rare_types.py"} <= {*ends}
 

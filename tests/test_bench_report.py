@@ -153,13 +153,11 @@ def results() -> list[dict[str, Any]]:
         "seconds": [0.003, 0.002, 0.004],
         "inside_s": [0.0015] * 3,
     }
-    chain = {"what": "chain, 5 tokens", "bytes": 5e9, "seconds": [0.2] * 3, "whole_s": 0.25, "at_best_s": 0.125}
     return [
         document("coldstart", rows),
         document("energy", [joules("floor", 40.0), joules("reflex", 45.0)]),
         document("warm", [warm], rates=RATES, backend="cuda"),
         document("stdio", [decision], backend="cuda"),
-        document("experts", [chain]),
     ]
 
 
@@ -182,7 +180,6 @@ class TestReport:
         # 2.25e10 bytes in 10 ms are 2.25 TB/s, half of the read rate; 8e10 operations 8 TFLOP/s, 1% of the products'.
         assert "| decode 10 at depth 128 | reflex | 3 | 1000 | 10.00 | 2250 | 8.0 | 50.0 | 56.2 | 1.0 |" in page
         assert "| score | 3 | 2.00 | 3.00 | 3.80 | 4.00 |" in page and "| score, inside | 3 | 1.50 |" in page
-        assert "| chain, 5 tokens | 5.00 | 3 | 200.0 | 250.0 | 125.0 |" in page
         assert "below resolution" in page and "python bench/device.py OUT" in page
         plots = sorted(path.name for path in (tmp_path / "page").glob("*.svg"))
         assert plots == [

@@ -27,7 +27,7 @@ def delta(bench: Bench) -> Iterator[Outcome]:
 
 
 def _net(bench: Bench, d: int, fused: str, *, tiled: bool) -> Iterator[Outcome]:
-    steps, tree = (35, 5, 1), [PARENT_STATE, 0, 0, 2, PARENT_NONE, 4]
+    steps, tree = (35, 5, 1), [PARENT_STATE, 0, 1, 1, PARENT_NONE, 4]
     n = sum(steps) + len(tree)
     n_key, n_value = N_KEY * d, N_VALUE * d
     width = 2 * n_key + n_value

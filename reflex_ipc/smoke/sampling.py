@@ -23,7 +23,8 @@ DRAWS = [
 
 def sampling(bench: Bench) -> Iterator[Outcome]:
     """sample_peak, sample_choose, sample_copy, sample_adjust: the best token; those that the CPU backend draws with
-    these seeds; with a bias, and with each penalty of the best token in the prompt or, twice, in the answer"""
+    these seeds, and the ones behind them; with a bias; with each penalty, of the best token, which is in the prompt
+    and twice in the answer"""
     n = 5000
     logits = 8 * numbers(n, seed=12) + np.arange(n) / 2**14  # no two alike
     log_sum = np.log(np.exp(logits).sum())
@@ -34,27 +35,29 @@ def sampling(bench: Bench) -> Iterator[Outcome]:
     at = bench.floats(logits.tolist())
     ranked = np.argsort(-logits).tolist()
     best, second, biased = ranked[0], ranked[1], ranked[2000]
-    drawn = [Sampler(settings, n, []).sample(logits.astype(np.float32)).id for settings in DRAWS]
+    on_cpu = [Sampler(settings, n, []) for settings in DRAWS]
+    drawn = [[each.sample(logits.astype(np.float32)).id for _ in range(2)] for each in on_cpu]
     cases = [
-        (Settings(), best),
+        (Settings(), [best, best]),
         *zip(DRAWS, drawn, strict=True),
-        (Settings(logit_bias={biased: 40.0}), biased),
-        (Settings(repeat_penalty=1.5), second),
-        (Settings(presence_penalty=0.5), second),
-        (Settings(frequency_penalty=0.5), second),
+        (Settings(logit_bias={biased: 40.0}), [biased]),
+        (Settings(repeat_penalty=1.5), [second]),
+        (Settings(presence_penalty=0.5), [second]),
+        (Settings(frequency_penalty=0.5), [second]),
     ]
-    for settings, token in cases:
+    for settings, tokens in cases:
         sampler = Sampler(settings, n, [best])
         if settings.adjusts:
             sampler.accept(best)
             sampler.accept(best)
         choice.begin(sampler)
-        for launch in choice.launches(choice.kind(sampler), at, dependent=False):
-            launch()
-        sampled = choice.receive(choice.queued(), sampler)
-        yield [sampled.id], [token], 0.0
-        yield [sampled.logprob], [logits[token] - log_sum], EXP
-        yield [i for i, _ in sampled.top], ranked[: settings.top_logprobs], 0.0
+        for token in tokens:
+            for launch in choice.launches(choice.kind(sampler), at, dependent=False):
+                launch()
+            sampled = choice.receive(choice.queued(), sampler)
+            yield [sampled.id], [token], 0.0
+            yield [sampled.logprob], [logits[token] - log_sum], EXP
+            yield [i for i, _ in sampled.top], ranked[: settings.top_logprobs], 0.0
 
 
 def log_probabilities(bench: Bench) -> Iterator[Outcome]:

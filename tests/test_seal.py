@@ -161,7 +161,15 @@ def test_only_a_whole_run_is_sealed(tree: seal.Seal) -> None:
 
     a, two = "tests/gpu/test_a.py", "tests/gpu/test_a.py::test_two"
     assert run(BREAK="1") == 1 and not tree.verified_path.exists()
-    for options in (["--lf"], ["--deselect", two], ["--ignore", a], ["-k", "not two"], [a], [two], [two, "tests/gpu/test_b.py"]):
+    for options in (
+        ["--lf"],
+        ["--deselect", two],
+        ["--ignore", a],
+        ["-k", "not two"],
+        [a],
+        [two],
+        [two, "tests/gpu/test_b.py"],
+    ):
         assert run(*options) == 0 and not tree.verified_path.exists(), options
     assert run() == 0
     sealed = json.loads(tree.verified_path.read_text())["runs"]["cubin"]

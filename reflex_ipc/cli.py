@@ -308,7 +308,7 @@ def _bench(arguments: Namespace) -> int:
 def _doctor(arguments: Namespace) -> int:
     from reflex_ipc import doctor
 
-    return doctor.run(arguments.json)
+    return doctor.run(arguments.json, arguments.device)
 
 
 def _inspect(arguments: Namespace) -> int:

@@ -66,7 +66,7 @@ def examine(index: int = 0, library: str = LIBRARY, nvml: str = NVML, lib: str =
 
     try:
         cu = Driver(library)
-        for name in PROTOTYPES.keys() - OPTIONAL:
+        for name in sorted(PROTOTYPES.keys() - OPTIONAL):
             getattr(cu, name)
     except ReflexError as error:
         return without("driver", _failed("driver", error), _skipped("device", "driver"))
@@ -100,7 +100,8 @@ def _without_device(missing: str, nvml: str, lib: str) -> list[Check]:
 
 
 def _skipped(name: str, missing: str) -> Check:
-    return Check(name, SKIP, f"not known without a {missing}", f"first what `{missing}` needs")
+    what = missing if missing == "kernels" else f"a {missing}"
+    return Check(name, SKIP, f"not known without {what}", f"first what `{missing}` needs")
 
 
 def _tried(name: str, check: Callable[[], Check]) -> Check:
@@ -156,34 +157,43 @@ def _fallback(targets: list[str]) -> str:
 
 
 def _package(lib: str) -> list[Check]:
-    """The manifest against the files, and what a device has vouched for; nothing for a package without kernels."""
+    """The manifest against the files, and what a device has vouched for."""
     try:
         with open(os.path.join(lib, "manifest.json"), encoding="utf-8") as file:
             manifest = json.load(file)
+        return [_files(manifest, lib), _verified(manifest["verification"])]
     except FileNotFoundError:
-        return []
+        if not shipped(lib):
+            return [_skipped("package", "kernels"), _skipped("verified", "kernels")]
+        detail = "manifest.json is missing"
+    except OSError as error:
+        detail = f"manifest.json: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError):  # cut, or of a version that wrote something else
+        detail = "manifest.json is damaged, or the kernels are of another version of this package"
+    return [Check("package", FAIL, detail, "install the package again"), _skipped("verified", "package")]
+
+
+def _files(manifest: dict[str, Any], lib: str) -> Check:
     broken = [name for name, entry in manifest["files"].items() if _size(os.path.join(lib, name)) != entry["bytes"]]
-    checks = []
     if broken:
-        detail = f"{', '.join(broken)} is missing or cut"
-        checks.append(Check("package", FAIL, detail, "install the package again"))
-    elif native.load(lib) is None:
+        detail = f"{', '.join(broken)} {'is' if len(broken) == 1 else 'are'} missing or cut"
+        return Check("package", FAIL, detail, "install the package again")
+    if native.load(lib) is None:
         detail = "early.so does not load: the driver starts later and the upload is slower"
-        checks.append(Check("package", NOTE, detail, "build the package on this machine: REFLEX_CUDA=native"))
-    else:
-        detail = f"{len(manifest['kernels'])} kernels, built with CUDA {manifest['nvcc']}"
-        checks.append(Check("package", OK, detail, figures={"toolkit": manifest["nvcc"]}))
-    verification = manifest["verification"]
-    left_out = _left_out(verification["runs"])
+        return Check("package", NOTE, detail, "build the package on this machine: REFLEX_CUDA=native")
+    detail = f"{len(manifest['kernels'])} kernels, built with CUDA {manifest['nvcc']}"
+    return Check("package", OK, detail, figures={"toolkit": manifest["nvcc"]})
+
+
+def _verified(verification: dict[str, Any]) -> Check:
+    figures, left_out = {"verification": verification}, _left_out(verification["runs"])
     if verification["state"] == "verified":
         detail = f"these sources passed on {verification['device']}, driver {verification['driver']}{left_out}"
-        checks.append(Check("verified", OK, detail, figures={"verification": verification}))
-    else:
-        detail = f"{len(verification['files'])} source files have not been tested on a device: {verification['why']}"
-        detail += left_out
-        remedy = "in a checkout, on a machine with a device: pytest -m gpu"
-        checks.append(Check("verified", NOTE, detail, remedy, {"verification": verification}))
-    return checks
+        return Check("verified", OK, detail, figures=figures)
+    n, why = len(verification["files"]), verification["why"]
+    files = "1 source file has" if n == 1 else f"{n} source files have"
+    detail = f"{files} not been tested on a device: {why}{left_out}"
+    return Check("verified", NOTE, detail, "in a checkout, on a machine with a device: pytest -m gpu", figures)
 
 
 def _left_out(runs: dict[str, Any]) -> str:

@@ -239,7 +239,8 @@ class Loop:
         """If nobody asks for anything now: the dictionaries of the tokenizer, some 50 ms that a request would pay."""
         seen = self._last_active
         self._pump(0)
-        if self._last_active == seen and self._told_to_end is None:
+        is_anyone_there = bool(self._channels) or self._listener is not None  # else it would only delay the end
+        if self._last_active == seen and self._told_to_end is None and is_anyone_there:
             self._is_prepared = True
             assert self._engine is not None
             # What is wrong with them is said to the first request that needs them.

@@ -101,6 +101,7 @@ def tokenize(parser: ArgumentParser) -> None:
 
 
 def doctor(parser: ArgumentParser) -> None:
+    _device(parser)
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 

@@ -144,7 +144,7 @@ def template_arguments(arguments: Namespace) -> dict[str, Any]:
 def say_why_cpu(engine: "Engine") -> None:
     """A run that was not asked to be on the CPU says that it is, and why."""
     if engine.why_cpu is not None:
-        say(f"{engine.why_cpu}: running on the CPU")
+        say(f"running on the CPU: {engine.why_cpu}")
 
 
 def warn(tokenizer: "Tokenizer") -> None:

@@ -45,7 +45,7 @@ def test_demo_model_knows_the_capital(smollm2: Path) -> None:
 def test_a_run_on_the_cpu_says_why_when_nobody_asked_for_it(tiny: Path) -> None:
     if any(os.path.exists(node) for node in ("/dev/nvidiactl", "/dev/dxg")):
         pytest.skip("there is an NVIDIA device here")
-    assert reflex("run", tiny, "Hello", "-n", "1").stderr == b"reflex: no NVIDIA device: running on the CPU\n"
+    assert reflex("run", tiny, "Hello", "-n", "1").stderr == b"reflex: running on the CPU: no NVIDIA device\n"
     assert reflex("run", tiny, "Hello", "-n", "1", "--backend", "cpu").stderr == b""
     failed(reflex("run", tiny, "Hello", "--backend", "cuda"), 5, "libcuda")
 

@@ -63,6 +63,7 @@ def test_ptx_is_said_aloud(fake: Fake, lib: Path, capsys: pytest.CaptureFixture[
     monkeypatch.setenv("REFLEX_FORCE_PTX", "1")
     with Device(0, fake.cu) as device:
         assert Kernels(device, str(lib)).is_ptx
+    assert capsys.readouterr().err == "reflex: REFLEX_FORCE_PTX is set: the driver compiles PTX (compute_80)\n"
 
 
 def test_a_package_without_kernels(device: Device, fake: Fake, lib: Path, tmp_path: Path):

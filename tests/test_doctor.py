@@ -75,6 +75,7 @@ def test_no_driver_and_no_kernels(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert "FAIL  kernels        this package was installed without kernels\n" in out and "REFLEX_CUDA=native" in out
     assert doctor.run(True, library=missing, nvml=missing, lib=str(tmp_path)) == 1
     said = json.loads(capfd.readouterr().out)
+    assert [check["name"] for check in said["checks"]] == LINES
     assert said["ok"] is False and said["checks"][0]["state"] == "fail" and said["checks"][0]["remedy"]
 
 
@@ -163,6 +164,39 @@ def test_a_damaged_package(fake: Fake, lib: Path):
     assert "early.so" in look(fake, lib)["package"].detail
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "manifest.json is missing"),
+        ("", "manifest.json is damaged"),
+        ('{"nvcc": "13', "manifest.json is damaged"),
+        ("[]", "manifest.json is damaged"),
+        ('{"files": {"a": 1}}', "or the kernels are of another version"),
+        ("older", "or the kernels are of another version"),
+    ],
+)
+def test_a_manifest_that_cannot_be_read(fake: Fake, lib: Path, content: str | None, words: str):
+    """Damaged packages are what doctor is for."""
+    path = lib / "manifest.json"
+    if content == "older":  # before what was skipped was kept
+        manifest = json.loads(path.read_text())
+        del manifest["verification"]["runs"]
+        content = json.dumps(manifest)
+    path.unlink() if content is None else path.write_text(content)
+    checks = look(fake, lib)
+    assert list(checks) == LINES
+    assert checks["package"].state == "FAIL" and words in checks["package"].detail
+    assert checks["package"].remedy == "install the package again" and checks["verified"].state == "skip"
+
+
+def test_the_device_asked_for(fake: Fake, lib: Path):
+    fake.set(devices=2)
+    assert look(fake, lib, index=1)["device"].detail.startswith("1: Fake 1, ")
+    missing = look(fake, lib, index=2)
+    assert missing["driver"].state == "ok" and missing["device"].state == "FAIL"
+    assert "--device takes one of 0: Fake 0, 1: Fake 1" in missing["device"].detail
+
+
 def test_a_native_part_for_another_machine(fake: Fake, lib: Path):
     size = (lib / "early.so").stat().st_size
     (lib / "early.so").write_bytes(b"\0" * size)
@@ -178,7 +212,7 @@ def test_sources_no_device_has_seen(fake: Fake, lib: Path):
     check = look(fake, lib)["verified"]
     why, skipped = "no device could be had", "2 of 7 tests skipped: no model (run with cubin and ptx)"
     assert check.state == "note"
-    assert check.detail == f"1 source files have not been tested on a device: {why}; {skipped}"
+    assert check.detail == f"1 source file has not been tested on a device: {why}; {skipped}"
 
 
 def test_without_nvml(fake: Fake, lib: Path, tmp_path: Path):

@@ -244,7 +244,7 @@ def test_decisions_do_without_page_locked_memory(fake: Fake, kernels, model) -> 
 
 @needs_kernels
 def test_every_driver_call_of_decisions_failing_in_turn_is_a_typed_error(fake: Fake, kernels, model) -> None:
-    fail_each_call(fake, 5, lambda: opened(fake, model), lambda executor: decisions(executor, 5))
+    fail_each_call(fake, lambda: opened(fake, model), lambda executor: decisions(executor, 5))
 
 
 @needs_kernels
@@ -594,7 +594,7 @@ def test_too_little_memory_is_refused_before_the_upload(fake: Fake, kernels, mod
 
 @needs_kernels
 def test_every_driver_call_failing_in_turn_is_a_typed_error(fake: Fake, kernels, model) -> None:
-    fail_each_call(fake, 7, lambda: opened(fake, model), use)
+    fail_each_call(fake, lambda: opened(fake, model), use)
 
 
 @needs_kernels

@@ -67,6 +67,8 @@ def test_processes_share_what_there_is(tmp_path: Path, monkeypatch: pytest.Monke
         ("exit 9", "racecheck: FOUND SOMETHING; 2 done"),
         ("exit 1", "racecheck: failed, exit code 1; 2 done"),
         ("exec sleep 30", "racecheck: out of time; 2 done"),
+        ("mkdir $0.first || exit 1; exec sleep 30", "racecheck: failed, exit code 1; 2 done"),
+        ("mkdir $0.first || exit 9; exec sleep 30", "racecheck: FOUND SOMETHING; 2 done"),
         ("echo two", "left out: smoke: b"),
         ("echo kernel", "racecheck: never launched: l"),
     ],

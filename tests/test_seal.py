@@ -2,9 +2,14 @@
 
 import ast
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from fakecuda import library
 
 import seal
 
@@ -118,6 +123,59 @@ def test_a_pending_file_that_is_out_of_date_or_silent(tree: seal.Seal):
     (tree.root / "reflex_ipc/plan.py").unlink()
     tree.record("cubin", ["test_a"], "H200", "580")
     assert tree.problem() == "the device suite has not run with ptx on these files"
+
+
+RUN = """
+import sys
+from pathlib import Path
+import pytest, seal
+from reflex_ipc import backends
+backends.DEVICE_NODES = ("/dev/null",)
+seal.Seal.__init__.__defaults__ = (Path.cwd(),)
+sys.exit(pytest.main(["-q", "-m", "gpu", *sys.argv[1:]]))
+"""
+TESTS = """
+import os, pytest
+def test_one(device): assert device.name == "Fake 0"
+def test_two(device): assert "BREAK" not in os.environ
+def test_three(): pytest.skip("no model")
+"""
+
+
+def test_only_a_whole_run_is_sealed(tree: seal.Seal) -> None:
+    """By the real conftest, on a driver that is none: whatever makes a run smaller, it vouches for nothing."""
+    gpu, lib = tree.root / "tests" / "gpu", tree.root / "lib"
+    gpu.mkdir(parents=True)
+    lib.mkdir()
+    (lib / "libcuda.so.1").symlink_to(library())
+    shutil.copy(seal.ROOT / "tests" / "gpu" / "conftest.py", gpu)
+    (tree.root / "pytest.ini").write_text("[pytest]\ntestpaths = tests\nmarkers = gpu\n")
+    for name in ("test_a.py", "test_b.py"):
+        (gpu / name).write_text(TESTS)
+    paths = os.pathsep.join(map(str, (seal.ROOT, seal.ROOT / "kernels")))
+    env = {**os.environ, "PYTHONPATH": paths, "LD_LIBRARY_PATH": str(lib)}
+
+    def run(*options: str, **more: str) -> int:
+        command = [sys.executable, "-c", RUN, *options]
+        return subprocess.run(command, cwd=tree.root, env=env | more, capture_output=True, check=False).returncode
+
+    a, two = "tests/gpu/test_a.py", "tests/gpu/test_a.py::test_two"
+    assert run(BREAK="1") == 1 and not tree.verified_path.exists()
+    for options in (
+        ["--lf"],
+        ["--deselect", two],
+        ["--ignore", a],
+        ["-k", "not two"],
+        [a],
+        [two],
+        [two, "tests/gpu/test_b.py"],
+    ):
+        assert run(*options) == 0 and not tree.verified_path.exists(), options
+    assert run() == 0
+    sealed = json.loads(tree.verified_path.read_text())["runs"]["cubin"]
+    assert len(sealed["tests"]) == 4 and {why: len(names) for why, names in sealed["skipped"].items()} == {
+        "no model": 2
+    }
 
 
 def test_the_command(tree: seal.Seal, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -14,12 +14,14 @@ from emulator.matvec import Matvec
 from fakecuda import Fake
 
 from reflex_ipc import smoke
-from reflex_ipc.cuda import launch
+from reflex_ipc.cuda import few, launch, linear
 from reflex_ipc.cuda.device import Device, start_driver
+from reflex_ipc.cuda.lower import Lowering
 from reflex_ipc.cuda.products import Call
 from reflex_ipc.cuda.sampling import Sampling
 from reflex_ipc.errors import CheckFailedError
-from reflex_ipc.sampler import Sampled
+from reflex_ipc.sampler import Sampled, Sampler
+from reflex_ipc.sampler import Sampling as Settings
 from reflex_ipc.smoke import bench, experts, matrices
 
 pytest_plugins = ["fakecuda.fixtures"]
@@ -126,6 +128,56 @@ def test_no_kernel_is_left_out(fake: Fake, monkeypatch: pytest.MonkeyPatch, targ
 def test_a_wrong_kernel_is_seen(emulated, monkeypatch, wrong: str, instead: str, family: str) -> None:
     only(monkeypatch, family)
     monkeypatch.setattr(Kernels, "instead", {wrong: instead})
+    with pytest.raises(CheckFailedError, match=f"^{family}.*: off by"):
+        run()
+
+
+def without(function, **fields: object):
+    """A function of matrices that leaves something of them out."""
+    return lambda matrices, *rest: function([matrix._replace(**fields) for matrix in matrices], *rest)
+
+
+def of_others(lowering, op, q, k, v, rotate=None, norm_q=None, norm_k=None):
+    """Heads whose norms are each other's."""
+    return HEADS(lowering, op, q, k, v, rotate, norm_k, norm_q)
+
+
+def settings_that_lack(name: str, value: object):
+    """`Sampling.begin`, one setting being what it is by default."""
+
+    def begin(choice, sampler):
+        settings = {each: getattr(sampler.sampling, each) for each in sampler.sampling.__slots__} | {name: value}
+        mistaken = Sampler(Settings(**settings), sampler.n_vocab, [])
+        mistaken._tokens, mistaken._counts = sampler._tokens, sampler._counts
+        BEGIN(choice, mistaken)
+
+    return begin
+
+
+HEADS, BEGIN = Lowering._heads, Sampling.begin
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "what", "family"),
+    [
+        (linear, "pack_matrices", without(linear.pack_matrices, bias=0), "products and"),
+        (linear, "pack_matrices", without(linear.pack_matrices, residual=0), "products and"),
+        (few, "pack_matrices", without(few.pack_matrices, bias=0), "products and"),
+        (few, "pack_matrices", without(few.pack_matrices, residual=0), "products and"),
+        (Lowering, "_heads", of_others, "attention"),
+        (Sampling, "begin", settings_that_lack("top_k", 0), "sampling"),
+        (Sampling, "begin", settings_that_lack("top_p", 1.0), "sampling"),
+        (Sampling, "begin", settings_that_lack("min_p", 0.0), "sampling"),
+        (Sampling, "begin", settings_that_lack("seed", 1), "sampling"),
+        (Sampling, "begin", settings_that_lack("repeat_penalty", 1.0), "sampling"),
+        (Sampling, "begin", settings_that_lack("presence_penalty", 0.0), "sampling"),
+        (Sampling, "begin", settings_that_lack("frequency_penalty", 0.0), "sampling"),
+    ],
+)
+def test_what_a_kernel_leaves_out_is_seen(emulated, monkeypatch, where, name: str, what, family: str) -> None:
+    """Not only a kernel that is quite another: one that takes no notice of one of its arguments."""
+    only(monkeypatch, family)
+    monkeypatch.setattr(where, name, what)
     with pytest.raises(CheckFailedError, match=f"^{family}.*: off by"):
         run()
 

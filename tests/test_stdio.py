@@ -88,6 +88,17 @@ def test_dictionaries_are_made_after_two_requests(tiny: Path, then: str) -> None
             assert engine.complaints() == ("prepared\n" if n > 1 else "")
 
 
+def test_dictionaries_are_not_made_when_the_input_has_ended(tiny: Path) -> None:
+    """Nobody will ask for them: a pipe's end would only come later."""
+    with Stdio(tiny, program=PREPARING.format(then="pass")) as engine:
+        engine.ready()
+        for i in range(4):
+            engine.send({"id": i, **SHORT})
+        engine.end_input()
+        assert [event["id"] for event in engine.rest() if event["event"] == "done"] == [0, 1, 2, 3]
+        assert engine.code() == 0 and engine.complaints() == ""
+
+
 @pytest.mark.model
 def test_loading_is_reported(smollm2: Path) -> None:
     with Stdio(smollm2) as engine:

@@ -382,7 +382,7 @@ def test_a_traced_step_computes_the_same_launches(fake: Fake, kernels: None, mod
 
 @needs_kernels
 def test_every_driver_call_failing_while_traced_is_a_typed_error(fake: Fake, kernels: None, model: GGUF) -> None:
-    fail_each_call(fake, 3, lambda: opened(fake, model, Trace()), use)
+    fail_each_call(fake, lambda: opened(fake, model, Trace()), use)
 
 
 @needs_kernels

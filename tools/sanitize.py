@@ -141,7 +141,8 @@ def sanitize(program: str, tool: str, out: Path, limit_s: float) -> str:
     with tempfile.TemporaryDirectory() as claims, ThreadPoolExecutor(PROCESSES) as pool:
         codes = list(pool.map(process, logs))
     lines = [line for log in logs for line in log.read_text(errors="replace").splitlines()]
-    worst = next((code for code in (FOUND, *codes) if code in codes and code != 0), 0)
+    failures = [code for code in codes if code not in (0, FOUND, None)]
+    worst = FOUND if FOUND in codes else failures[0] if failures else None if None in codes else 0
     word = {0: "clean", FOUND: "FOUND SOMETHING", None: "out of time"}.get(worst, f"failed, exit code {worst}")
     done, launched = set(said(lines, "done: ")), {n for names in said(lines, "launched: ") for n in names.split()}
     left = [item for item in selection() if not any(each.startswith(f"{item}, ") for each in done)]

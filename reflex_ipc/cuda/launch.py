@@ -115,7 +115,8 @@ class Kernels:
                 "this package was installed without kernels; install it with REFLEX_CUDA=native, or use --backend cpu"
             )
         capability = ".".join(map(str, device.capability))
-        target = choose(device.capability, targets, os.environ.get("REFLEX_FORCE_PTX") == "1")
+        is_forced = os.environ.get("REFLEX_FORCE_PTX") == "1"
+        target = choose(device.capability, targets, is_forced)
         if target is None:
             raise DeviceError(
                 f"device {device.index} has compute capability {capability}, and this package has kernels for "
@@ -130,7 +131,9 @@ class Kernels:
         self._lines = {line.partition(" ")[0]: line for line in lines}
         self._modules: dict[str, Module] = {}
         self._functions: dict[str, Function] = {}
-        if self.is_ptx:
+        if is_forced and self.is_ptx:
+            sys.stderr.write(f"reflex: REFLEX_FORCE_PTX is set: the driver compiles PTX ({target})\n")
+        elif self.is_ptx:
             sys.stderr.write(
                 f"reflex: no kernels built for compute capability {capability}: the driver compiles PTX ({target}), "
                 "which takes long the first time; REFLEX_CUDA=native pip install builds them for this device\n"

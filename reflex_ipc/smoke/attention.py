@@ -9,12 +9,26 @@ from reflex_ipc import ops
 from reflex_ipc.ops import Rope, Value
 from reflex_ipc.plan import PARENT_NONE, PARENT_STATE
 from reflex_ipc.smoke.bench import Bench, Outcome
-from reflex_ipc.smoke.layer import Array, Layer, Weight, numbers, outcome, rms, softmax, weight
+from reflex_ipc.smoke.layer import (
+    Array,
+    Layer,
+    Weight,
+    float_weight,
+    numbers,
+    outcome,
+    rms,
+    softmax,
+    visible_to,
+    weight,
+)
 from reflex_ipc.smoke.rows import rotated
 
 HALVES = 2**-10
 """Keys and values are halves, and so are probabilities of a prompt: each is off by 2^-11 at most."""
-EPS = 1e-5
+EPS = 0.25
+"""Large, so that it counts."""
+LARGE = 2.0**18
+"""Halves end below 2^16: larger keys and values have a scale in the cache."""
 
 SHAPES = [
     *((1, 1, 64, 64), (2, 1, 40, 40), (8, 2, 64, 64), (10, 1, 32, 32)),
@@ -27,8 +41,10 @@ SHAPES = [
 def attention(bench: Bench) -> Iterator[Outcome]:
     """finish_heads, attention_prefill_WIDTH, attention_decode_LANES_HEADS"""
     for shape in SHAPES:
-        yield from _text(bench, shape, [35, 6], n_splits=3)
-    yield from _text(bench, (2, 1, 32, 32), [520], n_splits=20)  # three pages of the cache, and many blocks for a token
+        yield from _text(bench, shape, [35, 6], [3])
+    # Three pages of the cache, by many blocks for a token, and by one; more blocks than a warp has lanes.
+    yield from _text(bench, (2, 1, 32, 32), [520], [20, 1])
+    yield from _text(bench, (1, 1, 256, 32), [280], [40])
     yield from _tree(bench, (2, 1, 64, 64))
 
 
@@ -41,48 +57,52 @@ def attended(q: Array, k: Array, v: Array, visible: npt.NDArray[np.bool_], scale
     return mixed
 
 
-def _text(bench: Bench, shape: tuple[int, int, int, int], steps: Sequence[int], n_splits: int) -> Iterator[Outcome]:
-    """Steps of a prompt, then a token as decoding has it; with norms and rotations, as one group and op by op."""
+def _text(
+    bench: Bench, shape: tuple[int, int, int, int], steps: Sequence[int], splits: Sequence[int]
+) -> Iterator[Outcome]:
+    """Steps of a prompt, then tokens as decoding has them, by so many blocks; with norms and rotations, as one group
+    and op by op. Where there are several key heads, with large keys and values."""
     n_head, n_head_kv, d, d_v = shape
-    n = sum(steps) + 1
+    large = LARGE if n_head_kv > 1 else 1.0
+    n = sum(steps) + len(splits)
     rope = Rope("neox" if n_head % 4 else "norm", d // 8 * 4, 1e4)
+    offset = d - rope.n_rot if n_head_kv > 1 else 0
     names = {"q": (n_head, d), "k": (n_head_kv, d), "v": (n_head_kv, d_v)}
     plain = {name: numbers(n, heads * width, seed=width) for name, (heads, width) in names.items()}
-    norms = {f"{name}_norm": weight("F32", d, seed=n_head) for name in "qk"}
+    plain["v"] *= large
+    norms = {"q_norm": weight("F32", d, seed=n_head), "k_norm": float_weight(large * numbers(d, seed=n_head + 1))}
     parts: list[ops.Op] = []
     for name in "qk":
         heads, _ = names[name]
         x, normed, turned = (Value(each, heads * d) for each in (name, f"{name}_norm", f"{name}_rope"))
         parts.append(ops.RmsNorm(normed.name, normed, x, f"{name}_norm", heads, EPS))
-        parts.append(ops.Rotate(turned.name, turned, normed, heads, 0, rope))
+        parts.append(ops.Rotate(turned.name, turned, normed, heads, offset, rope))
     q, k, v = Value("q_rope", n_head * d), Value("k_rope", n_head_kv * d), Value("v", n_head_kv * d_v)
-    op = ops.Attention("a", Value("a", n_head * d_v), q, k, v, "ks", "vs", n_head, n_head_kv, d**-0.5)
+    scale = d**-0.5 / large
+    op = ops.Attention("a", Value("a", n_head * d_v), q, k, v, "ks", "vs", n_head, n_head_kv, scale)
 
     def heads_of(name: str) -> Array:
         x = plain[name].reshape(n, names[name][0], -1)
-        return x if name == "v" else rotated(rms(x, EPS) * norms[f"{name}_norm"].values, rope)
+        return x if name == "v" else rotated(rms(x, EPS) * norms[f"{name}_norm"].values, rope, offset)
 
-    causal = np.tril(np.ones((n, n))) > 0
-    wanted = attended(heads_of("q"), heads_of("k"), heads_of("v"), causal, d**-0.5)
+    wanted = attended(heads_of("q"), heads_of("k"), heads_of("v"), visible_to(n), scale)
     for fused in ("attention", ""):
         layer = Layer(bench, [*parts, op], norms, fused=fused, n_positions=n)
         at = 0
-        for size in steps:
+        for size, n_splits in [*((size, 0) for size in steps), *((1, n_splits) for n_splits in splits)]:
             rows = {name: x[at : at + size] for name, x in plain.items()}
-            yield outcome(layer.run(rows), wanted[at : at + size], HALVES)
+            yield outcome(layer.run(rows, n_splits), wanted[at : at + size], HALVES)
             at += size
-        yield outcome(layer.run({name: x[-1:] for name, x in plain.items()}, n_splits), wanted[-1:], HALVES)
 
 
 def _tree(bench: Bench, shape: tuple[int, int, int, int]) -> Iterator[Outcome]:
-    """Behind 20 tokens: two branches of a root, and a root of its own."""
+    """Behind 20 tokens: two branches of a root, and a root of its own with so many that a tile touches three words of
+    their masks."""
     n_head, n_head_kv, d, d_v = shape
     parents, past = [PARENT_STATE, 0, 1, 0, 3, PARENT_NONE, 5], 20
+    parents += [i - 1 if i % 5 else i // 2 for i in range(len(parents), 110)]
     n = past + len(parents)
-    visible = np.tril(np.ones((n, n))) > 0
-    for i, parent in enumerate(parents):
-        visible[past + i] = visible[past + parent] if parent >= 0 else np.arange(n) < past * (parent == PARENT_STATE)
-        visible[past + i, past + i] = True
+    visible = visible_to(past, parents)
     q, k, v = Value("q", n_head * d), Value("k", n_head_kv * d), Value("v", n_head_kv * d_v)
     op = ops.Attention("a", Value("a", n_head * d_v), q, k, v, "ks", "vs", n_head, n_head_kv, d**-0.5)
     rows = {value.name: numbers(n, value.width, seed=i) for i, value in enumerate((q, k, v))}

@@ -8,12 +8,14 @@ from reflex_ipc import ops
 from reflex_ipc.ops import Value
 from reflex_ipc.plan import PARENT_NONE, PARENT_STATE
 from reflex_ipc.smoke.bench import Bench, Outcome
-from reflex_ipc.smoke.layer import Array, Layer, Weight, numbers, outcome, rms, sigmoid, weight
+from reflex_ipc.smoke.layer import Array, Layer, float_weight, numbers, outcome, rms, sigmoid, weight
 
 SUMS = 1e-5
 """Float32 sums of up to 128 products, through as many steps as there are tokens."""
-KERNEL, EPS = 4, 1e-6
-N_KEY, N_VALUE = 1, 2
+KERNEL = 4
+EPS = 0.01
+"""Large, so that it counts."""
+N_KEY, N_VALUE = 2, 4
 """Heads."""
 
 
@@ -21,11 +23,11 @@ def delta(bench: Bench) -> Iterator[Outcome]:
     """conv, conv_heads, l2_norm, delta_token, delta_rule_*, delta_prepare, delta_chunks, delta_tree_*, norm_gate"""
     for d in (32, 64, 128):
         for fused in ("delta", ""):
-            yield from _net(bench, d, fused)
+            yield from _net(bench, d, fused, tiled=d != 64)
 
 
-def _net(bench: Bench, d: int, fused: str) -> Iterator[Outcome]:
-    steps, tree = (35, 5, 1), [PARENT_STATE, 0, 0, 2, PARENT_NONE, 4]
+def _net(bench: Bench, d: int, fused: str, *, tiled: bool) -> Iterator[Outcome]:
+    steps, tree = (35, 5, 1), [PARENT_STATE, 0, 1, 1, PARENT_NONE, 4]
     n = sum(steps) + len(tree)
     n_key, n_value = N_KEY * d, N_VALUE * d
     width = 2 * n_key + n_value
@@ -37,8 +39,7 @@ def _net(bench: Bench, d: int, fused: str) -> Iterator[Outcome]:
         "dt": weight("F32", N_VALUE, seed=7),
         "decay": weight("F32", N_VALUE, seed=8),
     }
-    decay = -np.abs(weights["decay"].values)
-    weights["decay"] = Weight("F32", (N_VALUE,), decay.astype(np.float32).tobytes(), decay)
+    weights["decay"] = float_weight(-np.abs(weights["decay"].values))
     x, z, alpha, beta = (Value(name, each) for name, each in widths.items())
     conv = ops.Conv("conv", Value("conv", width), x, "taps", "tail")
     q, k, v = (
@@ -50,7 +51,7 @@ def _net(bench: Bench, d: int, fused: str) -> Iterator[Outcome]:
     )
     rule = ops.DeltaRule(
         *("rule", Value("rule", n_value), unit_q.out, unit_k.out, v.out, alpha, beta),
-        *("dt", "decay", "matrices", N_KEY, N_VALUE, True),
+        *("dt", "decay", "matrices", N_KEY, N_VALUE, tiled),
     )
     norm = ops.RmsNorm("rule_norm", Value("rule_norm", n_value), rule.out, "norm", N_VALUE, EPS)
     gate = ops.SwiGlu("out", Value("out", n_value), z, norm.out)
@@ -59,7 +60,7 @@ def _net(bench: Bench, d: int, fused: str) -> Iterator[Outcome]:
     layer = Layer(bench, op_list, weights, fused=fused, states=states)
     past = n - len(tree)
     parents = [*range(-1, past - 1), *(past + p if p >= 0 else past - 1 if p == PARENT_STATE else p for p in tree)]
-    wanted = _expected(inputs, {name: each.values for name, each in weights.items()}, parents, d)
+    wanted = _expected(inputs, {name: each.values for name, each in weights.items()}, parents, d, tiled)
     at = 0
     for size in steps:
         yield outcome(layer.run({i: rows[at : at + size] for i, rows in inputs.items()}), wanted[at : at + size], SUMS)
@@ -67,7 +68,7 @@ def _net(bench: Bench, d: int, fused: str) -> Iterator[Outcome]:
     yield outcome(layer.run({i: rows[at:] for i, rows in inputs.items()}, tree=tree), wanted[at:], SUMS)
 
 
-def _expected(inputs: dict[str, Array], w: dict[str, Array], parents: Sequence[int], d: int) -> Array:
+def _expected(inputs: dict[str, Array], w: dict[str, Array], parents: Sequence[int], d: int, tiled: bool) -> Array:
     """Token by token: the convolution over a token and its ancestors, the state behind its parent, the rule."""
     out, n_key = np.empty_like(inputs["z"]), N_KEY * d
     behind: dict[int, Array] = {}
@@ -80,7 +81,7 @@ def _expected(inputs: dict[str, Array], w: dict[str, Array], parents: Sequence[i
         mixed *= sigmoid(mixed)
         q, k = (part.reshape(N_KEY, d) for part in (mixed[:n_key], mixed[n_key : 2 * n_key]))
         q, k = (part / np.sqrt((part**2).sum(axis=1, keepdims=True) + EPS) for part in (q, k))
-        heads = [h % N_KEY for h in range(N_VALUE)]
+        heads = [h % N_KEY if tiled else h // (N_VALUE // N_KEY) for h in range(N_VALUE)]
         q, k, v = q[heads] / np.sqrt(d), k[heads], mixed[2 * n_key :].reshape(N_VALUE, d)
         state = behind[parent] if parent >= 0 else np.zeros((N_VALUE, d, d))
         state = state * np.exp(np.log1p(np.exp(inputs["alpha"][i] + w["dt"])) * w["decay"])[:, None, None]

@@ -8,7 +8,7 @@ from reflex_ipc import ops
 from reflex_ipc.cuda.experts import UNGROUPED
 from reflex_ipc.ops import Value
 from reflex_ipc.smoke.bench import Bench, Outcome
-from reflex_ipc.smoke.layer import Array, Layer, Weight, numbers, outcome, sigmoid, softmax, weight
+from reflex_ipc.smoke.layer import Array, Layer, Weight, float_weight, numbers, outcome, sigmoid, softmax, weight
 from reflex_ipc.smoke.matrices import KINDS
 
 TWO_HALVES = 1e-5
@@ -20,19 +20,21 @@ N_EXPERT, N_USED, WIDTH, N_FF = 8, 2, 256, 256
 
 def layers(bench: Bench) -> Iterator[Outcome]:
     """route, group_experts, grouped_TYPE, matvec_TYPE, swiglu, expert_sum: few tokens, and so many that an expert has
-    several; router by softmax, and by sigmoid with a bias and groups"""
-    for gating, groups in (("softmax", (1, 1)), ("sigmoid", (4, 2))):
-        router = {"logits": numbers(20, N_EXPERT, seed=1) + np.arange(N_EXPERT) / 512}  # no two alike
-        bias = weight("F32", N_EXPERT, seed=2)
-        logits, routes = Value("logits", N_EXPERT), Value("routes", 2 * N_USED)
-        is_sigmoid = gating == "sigmoid"
-        op = ops.Route(
-            *("routes", routes, logits, "bias" if is_sigmoid else None, N_USED, gating, *groups),
-            *(is_sigmoid, True, 2.5),
-        )
-        wanted = _routed(router["logits"], bias.values if is_sigmoid else None, *groups)
-        yield outcome(Layer(bench, [op], {"bias": bias}).run(router), wanted, 1e-6)
-        yield from _layer(bench, op, wanted, router["logits"], bias)
+    several; router by softmax, by softmax with groups, and by sigmoid with a bias and groups that count by two"""
+    rows = 4 * numbers(20, N_EXPERT, seed=1) + np.arange(N_EXPERT) / 512  # no two alike
+    bias = float_weight(numbers(N_EXPERT, seed=2) / 4)
+    logits, routes = Value("logits", N_EXPERT), Value("routes", 2 * N_USED)
+    for gating, groups, top2, normalise in (
+        ("softmax", (1, 1), False, True),
+        ("softmax", (4, 2), False, False),
+        ("sigmoid", (2, 1), True, True),
+    ):
+        name = "bias" if top2 else None
+        op = ops.Route("routes", routes, logits, name, N_USED, gating, *groups, top2, normalise, 2.5)
+        wanted = _routed(op, rows, bias.values if top2 else np.zeros(N_EXPERT))
+        yield outcome(Layer(bench, [op], {"bias": bias}).run({"logits": rows}), wanted, 1e-6)
+        if normalise:
+            yield from _layer(bench, op, wanted, rows, bias)
 
 
 def _layer(bench: Bench, route: ops.Route, routes: Array, logits: Array, bias: Weight) -> Iterator[Outcome]:
@@ -59,17 +61,15 @@ def _layer(bench: Bench, route: ops.Route, routes: Array, logits: Array, bias: W
             yield outcome(layer.run({"logits": logits[:n], "x": rows[:n]}), wanted[:n], bound)
 
 
-def _routed(logits: Array, bias: Array | None, n_group: int, n_group_used: int) -> Array:
-    """Ids and weights, token by token, as `ops.Route` has it with `normalise` and a scale of 2.5."""
+def _routed(op: ops.Route, logits: Array, bias: Array) -> Array:
+    """Ids and weights, token by token, as `ops.Route` has it."""
     found = []
-    for row in sigmoid(logits) if bias is not None else softmax(logits):
-        choice = (row if bias is None else row + bias).reshape(n_group, -1)
-        by_group = np.sort(choice, axis=1)[:, -2:].sum(axis=1)
-        left_out = np.argsort(-by_group)[n_group_used:]
-        choice = choice.copy()
-        choice[left_out] = -np.inf
-        ids = np.argsort(-choice.reshape(-1))[:N_USED]
-        found.append([*ids, *(2.5 * row[ids] / row[ids].sum())])
+    for row in sigmoid(logits) if op.gating == "sigmoid" else softmax(logits):
+        choice = (row + bias).reshape(op.n_group, -1)
+        by_group = np.sort(choice, axis=1)[:, -2 if op.top2 else -1 :].sum(axis=1)
+        choice[np.argsort(-by_group)[op.n_group_used :]] = -np.inf
+        ids = np.argsort(-choice.reshape(-1))[: op.n_used]
+        found.append([*ids, *(op.scale * row[ids] / (row[ids].sum() if op.normalise else 1.0))])
     return np.array(found, np.float64)
 
 

@@ -16,7 +16,7 @@ from reflex_ipc.cuda.places import PAGE, Columns, Places, Shape
 from reflex_ipc.cuda.sampling import CONTROL
 from reflex_ipc.cuda.steps import mask_of
 from reflex_ipc.gguf import TYPES, Tensor
-from reflex_ipc.plan import Plan, Step
+from reflex_ipc.plan import PARENT_STATE, Plan, Step
 from reflex_ipc.reference.dequant import dequantise
 from reflex_ipc.smoke.bench import Bench
 
@@ -54,6 +54,11 @@ def weight(kind: str, *ne: int, seed: int = 0) -> Weight:
     n = prod(ne) // KINDS[kind].block
     chosen = np.random.default_rng(seed).integers(0, _POOL, n)
     return Weight(kind, ne, blocks[chosen].tobytes(), read[chosen].reshape(*reversed(ne)))
+
+
+def float_weight(values: Array) -> Weight:
+    """These numbers as float32, which they are exact in."""
+    return Weight("F32", (*reversed(values.shape),), values.astype(np.float32).tobytes(), values)
 
 
 def _pool(kind: str) -> tuple[npt.NDArray[np.uint8], Array]:
@@ -163,6 +168,16 @@ class Layer(Lowering):
 
 def outcome(got: Array, wanted: Array, bound: float) -> tuple[list[float], list[float], float]:
     return got.reshape(-1).tolist(), wanted.reshape(-1).tolist(), bound
+
+
+def visible_to(past: int, tree: Sequence[int] = ()) -> npt.NDArray[np.bool_]:
+    """Which positions each sees: of a text of `past` tokens, and of a tree behind it by its parents."""
+    n = past + len(tree)
+    visible = np.tril(np.ones((n, n))) > 0
+    for i, parent in enumerate(tree, past):
+        visible[i] = visible[past + parent] if parent >= 0 else np.arange(n) < past * (parent == PARENT_STATE)
+        visible[i, i] = True
+    return visible
 
 
 def sigmoid(x: Array) -> Array:

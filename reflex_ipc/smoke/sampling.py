@@ -15,12 +15,16 @@ from reflex_ipc.smoke.layer import numbers
 
 EXP = 1e-6
 """Relative error of float32's exp and of sums of thousands."""
-DRAWN = Settings(temperature=0.9, top_k=50, top_p=0.9, seed=7, top_logprobs=3)
+DRAWS = [
+    *(Settings(temperature=0.9, top_k=50, top_p=0.7, seed=seed, top_logprobs=3) for seed in range(6)),
+    *(Settings(temperature=0.4, min_p=0.2, seed=-seed) for seed in range(6)),
+]
 
 
 def sampling(bench: Bench) -> Iterator[Outcome]:
-    """sample_peak, sample_choose, sample_copy, sample_adjust: the best token; one drawn from the best fifty; one with
-    penalties and a bias"""
+    """sample_peak, sample_choose, sample_copy, sample_adjust: the best token; those that the CPU backend draws with
+    these seeds, and the ones behind them; with a bias; with each penalty, of the best token, which is in the prompt
+    and twice in the answer"""
     n = 5000
     logits = 8 * numbers(n, seed=12) + np.arange(n) / 2**14  # no two alike
     log_sum = np.log(np.exp(logits).sum())
@@ -30,18 +34,30 @@ def sampling(bench: Bench) -> Iterator[Outcome]:
     choice = Sampling(bench.device, bench.kernels, bench.stream, n, places)
     at = bench.floats(logits.tolist())
     ranked = np.argsort(-logits).tolist()
-    best, biased = ranked[0], ranked[2000]
-    adjusting = Settings(repeat_penalty=1.5, presence_penalty=1.0, frequency_penalty=0.5, logit_bias={biased: 40.0})
-    for settings, prompt in ((Settings(), []), (DRAWN, []), (adjusting, [best])):
-        sampler = Sampler(settings, n, prompt)
+    best, second, biased = ranked[0], ranked[1], ranked[2000]
+    on_cpu = [Sampler(settings, n, []) for settings in DRAWS]
+    drawn = [[each.sample(logits.astype(np.float32)).id for _ in range(2)] for each in on_cpu]
+    cases = [
+        (Settings(), [best, best]),
+        *zip(DRAWS, drawn, strict=True),
+        (Settings(logit_bias={biased: 40.0}), [biased]),
+        (Settings(repeat_penalty=1.5), [second]),
+        (Settings(presence_penalty=0.5), [second]),
+        (Settings(frequency_penalty=0.5), [second]),
+    ]
+    for settings, tokens in cases:
+        sampler = Sampler(settings, n, [best])
+        if settings.adjusts:
+            sampler.accept(best)
+            sampler.accept(best)
         choice.begin(sampler)
-        for launch in choice.launches(choice.kind(sampler), at, dependent=False):
-            launch()
-        sampled = choice.receive(choice.queued(), sampler)
-        token = sampled.id if settings is DRAWN else biased if settings is adjusting else best
-        yield [sampled.id, sampled.logprob], [token, logits[token] - log_sum], EXP
-        yield [ranked.index(sampled.id) < 50 or settings is adjusting], [True], 0.0
-        yield [i for i, _ in sampled.top], ranked[: settings.top_logprobs], 0.0
+        for token in tokens:
+            for launch in choice.launches(choice.kind(sampler), at, dependent=False):
+                launch()
+            sampled = choice.receive(choice.queued(), sampler)
+            yield [sampled.id], [token], 0.0
+            yield [sampled.logprob], [logits[token] - log_sum], EXP
+            yield [i for i, _ in sampled.top], ranked[: settings.top_logprobs], 0.0
 
 
 def log_probabilities(bench: Bench) -> Iterator[Outcome]:

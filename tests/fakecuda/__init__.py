@@ -127,15 +127,15 @@ class Fake:
         self.c.fake_reset()
 
 
-def fail_each_call(fake: Fake, every: int, opened: Callable[[], Any], use: Callable[[Any], None]) -> None:
-    """Open, use and close an executor with every so many-th of its driver calls failing: each time it is a typed error,
+def fail_each_call(fake: Fake, opened: Callable[[], Any], use: Callable[[Any], None]) -> None:
+    """Open, use and close an executor with each of its driver calls failing in turn: each time it is a typed error,
     nothing is done that the driver forbids, and nothing is left behind."""
     executor = opened()
     use(executor)
     executor.close()
     calls = fake.calls
     fake.reset()
-    for n in range(1, calls, every):
+    for n in range(1, calls + 1):
         fake.fail(n=n, code=700)
         executor = None
         try:

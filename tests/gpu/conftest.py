@@ -18,6 +18,8 @@ from reflex_ipc.cuda.launch import Kernels
 _outcomes: dict[str, str] = {}
 _reasons: dict[str, str] = {}
 """Why tests were skipped."""
+_deselected: list[str] = []
+"""Tests of a device that the command line left out: by -k, --deselect, --stepwise."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,6 +46,10 @@ def kernels(device: Device) -> Kernels:
     return Kernels(device)
 
 
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    _deselected.extend(item.nodeid for item in items if "gpu" in item.keywords)
+
+
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     """A module that skips itself, for want of a package, is not left unsaid."""
     if report.skipped and report.nodeid.startswith("tests/gpu/") and isinstance(report.longrepr, tuple):
@@ -61,9 +67,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     option = session.config.option
-    whole = (
-        option.markexpr == "gpu" and not option.keyword and session.config.args_source != pytest.Config.ArgsSource.ARGS
-    )
+    # Without a word: files by --ignore, and everything that did not fail by --lf.
+    seen = {name.partition("::")[0] for name in _outcomes}
+    unseen = {f"tests/gpu/{path.name}" for path in Path(__file__).parent.glob("test_*.py")} - seen
+    partial = _deselected or unseen or getattr(option, "lf", False)
+    partial = partial or session.config.args_source == pytest.Config.ArgsSource.ARGS
+    whole = option.markexpr == "gpu" and not partial
     passed = [name for name, outcome in _outcomes.items() if outcome == "passed"]
     if whole and exitstatus == 0 and passed and not hasattr(session.config, "workerinput"):
         run = "ptx" if os.environ.get("REFLEX_FORCE_PTX") == "1" else "cubin"

@@ -112,8 +112,8 @@ def _tried(name: str, check: Callable[[], Check]) -> Check:
 
 
 def _failed(name: str, error: ReflexError) -> Check:
-    what, _, remedy = str(error).partition("; ")
-    return Check(name, FAIL, what, remedy or "`nvidia-smi` and `dmesg` may say more")
+    what, _, remedy = str(error).rpartition("; ")  # what is said last is what to do
+    return Check(name, FAIL, what or remedy, remedy if what else "`nvidia-smi` and `dmesg` may say more")
 
 
 def _driver(cu: Driver, nvml: str, device: Device | None = None) -> Check:

@@ -83,6 +83,7 @@ def test_no_driver_and_no_kernels(tmp_path: Path, capfd: pytest.CaptureFixture[s
     ("settings", "name", "state", "detail", "remedy"),
     [
         ({"devices": 0}, "device", "FAIL", "shows no device", "--backend cpu"),
+        ({"major": 7, "minor": 2}, "device", "FAIL", "7.2; the kernels need 7.5 or newer", "--backend cpu"),
         ({"major": 13}, "build", "note", "the driver compiles PTX (compute_80)", "REFLEX_CUDA=native"),
         ({"major": 7, "minor": 5}, "build", "FAIL", "none of the kernels run", "REFLEX_CUDA=native"),
         ({"registrable": 0}, "locked memory", "FAIL", "cannot be page-locked: CUDA_ERROR_NOT_SUPPORTED", "ulimit -l"),

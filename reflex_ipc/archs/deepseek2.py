@@ -37,7 +37,10 @@ def _head_dims(b: Builder, h: Hparams) -> tuple[int, int]:
     d_k = b.gguf.int(f"{b.arch}.attention.key_length_mla", h.head_dim)
     d_v = b.gguf.int(f"{b.arch}.attention.value_length_mla", h.head_dim_v)
     if not h.rope.n_rot < d_k <= 1 << 16 or not 1 <= d_v <= 1 << 16:
-        raise ModelFileError(f"{b.gguf.path}: {b.arch}.attention.key_length_mla is {d_k}, value_length_mla {d_v}")
+        raise ModelFileError(
+            f"{b.gguf.path}: {b.arch}.attention.key_length_mla is {d_k} and value_length_mla {d_v}, with "
+            f"rope.dimension_count {h.rope.n_rot}"
+        )
     return d_k, d_v
 
 
@@ -49,10 +52,14 @@ def _rope(b: Builder, h: Hparams) -> tuple[Rope, float]:
     if not h.rope.n_ctx_orig:
         return h.rope, scale
     multiplier = b.gguf.float(f"{b.arch}.rope.scaling.yarn_log_multiplier", 0.0)
+    if multiplier < 0.0:
+        raise ModelFileError(f"{b.gguf.path}: {b.arch}.rope.scaling.yarn_log_multiplier is {multiplier}")
     if multiplier == 0.0:
         return h.rope, scale
-    growth = yarn_magnitude(1.0 / h.rope.freq_scale, multiplier / 0.1)
-    return h.rope._replace(magnitude=1.0), scale * growth * growth
+    factor = 1.0 / h.rope.freq_scale
+    growth = yarn_magnitude(factor, multiplier / 0.1)
+    # What remains of the magnitude is the file's own attn_factor.
+    return h.rope._replace(magnitude=h.rope.magnitude / yarn_magnitude(factor)), scale * growth * growth
 
 
 def _attention(b: Builder, h: Hparams, rope: Rope, scale: float, x: Value) -> Value:
@@ -97,7 +104,7 @@ def _experts(b: Builder, a: Value) -> Value:
         n_used,
         gating=gating,
         bias=b.weight("exp_probs_b.bias", n_expert) if b.has("exp_probs_b.bias") else None,
-        groups=_groups(b, n_expert),
+        groups=_groups(b, n_expert, n_used),
         top2=gating == "sigmoid",  # V2 scores a group by its best expert, V3 by its two best
         normalise=b.gguf.bool(f"{b.arch}.expert_weights_norm", False),
         scale=b.gguf.float(f"{b.arch}.expert_weights_scale", 0.0) or 1.0,
@@ -105,12 +112,19 @@ def _experts(b: Builder, a: Value) -> Value:
     return b.add(moe.experts(b, a, routes, n_ff, n_expert), moe.shared_expert(b, a, n_ff * n_shared), "ffn_out")
 
 
-def _groups(b: Builder, n_expert: int) -> tuple[int, int]:
+def _groups(b: Builder, n_expert: int, n_used: int) -> tuple[int, int]:
     n_group = b.gguf.int(f"{b.arch}.expert_group_count", 0) or 1
-    n_used = b.gguf.int(f"{b.arch}.expert_group_used_count", 0) or 1
-    if not 1 <= n_used <= n_group <= n_expert or n_expert % n_group:
+    n_group_used = b.gguf.int(f"{b.arch}.expert_group_used_count", 0)
+    if n_group == 1:
+        n_group_used = n_group_used or 1
+    if not 1 <= n_group_used <= n_group <= n_expert or n_expert % n_group:
         raise ModelFileError(
-            f"{b.gguf.path}: {b.arch}.expert_group_used_count is {n_used} of expert_group_count {n_group}, "
+            f"{b.gguf.path}: {b.arch}.expert_group_used_count is {n_group_used} of expert_group_count {n_group}, "
             f"for {n_expert} experts"
         )
-    return n_group, n_used
+    if n_used > n_group_used * (n_expert // n_group):
+        raise ModelFileError(
+            f"{b.gguf.path}: {b.arch}.expert_used_count is {n_used}, which expert_group_used_count {n_group_used} of "
+            f"{n_group} groups with {n_expert // n_group} experts each do not have"
+        )
+    return n_group, n_group_used

@@ -120,13 +120,15 @@ def _rope(gguf: GGUF, arch: str, style: str, head_dim: int, default: int) -> Rop
     if not 0 < n_rot <= head_dim or n_rot % 2:
         raise ModelFileError(f"{gguf.path}: {arch}.rope.dimension_count is {n_rot} for heads of {head_dim}")
     base = gguf.float(f"{arch}.rope.freq_base", 10000.0)
-    if not (math.isfinite(base) and base > 0.0):
-        raise ModelFileError(f"{gguf.path}: {arch}.rope.freq_base is {base}")
+    if not base > 1.0:  # or later pairs would not turn more slowly, and YaRN divides by its logarithm
+        raise ModelFileError(f"{gguf.path}: {arch}.rope.freq_base is {base}, which is not more than 1")
     kind = gguf.str(f"{arch}.rope.scaling.type", "linear")
     factor = gguf.float(f"{arch}.rope.scaling.factor", gguf.float(f"{arch}.rope.scale_linear", 0.0)) or 1.0
-    if not (math.isfinite(factor) and factor > 0.0):
+    if not factor > 0.0:
         raise ModelFileError(f"{gguf.path}: {arch}.rope.scaling.factor is {factor}")
     attn_factor = gguf.float(f"{arch}.rope.scaling.attn_factor", 1.0)
+    if not attn_factor > 0.0:
+        raise ModelFileError(f"{gguf.path}: {arch}.rope.scaling.attn_factor is {attn_factor}")
     if kind == "none":
         return Rope(style, n_rot, base, 1.0, 0, attn_factor)
     if kind == "linear":

@@ -1,6 +1,8 @@
 """Feed-forward layers of experts: a router, the experts' slabs, and what every token passes besides."""
 
-from reflex_ipc.errors import ModelFileError
+from collections.abc import Callable
+
+from reflex_ipc.errors import ModelFileError, UnsupportedModelError
 from reflex_ipc.ops import Value
 from reflex_ipc.plan import Builder
 
@@ -41,10 +43,25 @@ def counts(b: Builder) -> tuple[int, int]:
     return n_expert, n_used
 
 
-def is_normalised(b: Builder) -> bool:
-    """Do the weights of a token's experts add up to 1? The Qwen families' do, unless the file denies it: the one key is
-    what ollama writes, the other what converters write for other families."""
-    return b.gguf.bool(f"{b.arch}.norm_top_k_prob", b.gguf.bool(f"{b.arch}.expert_weights_norm", True))
+def softmax_router(b: Builder, n_expert: int, n_used: int) -> Callable[[Value], Value]:
+    """The router of the Qwen families: softmax, and weights of a token's experts that add up to 1 unless the file says
+    otherwise. Keys of what only other families' routers do are refused."""
+    for name in ("expert_gating_func", "expert_group_count", "expert_weights_scale"):
+        key = f"{b.arch}.{name}"
+        value = b.gguf.float(key, 0.0)
+        if value not in (0.0, 1.0):  # softmax is function 1, one group is no group, and neither scale does anything
+            raise UnsupportedModelError(f"{b.gguf.path}: {key} is {value:g}, which is not supported in {b.arch}")
+    normalise = _is_normalised(b)
+    return lambda a: b.route(b.linear(a, "ffn_gate_inp", n_expert), n_used, normalise=normalise)
+
+
+def _is_normalised(b: Builder) -> bool:
+    """The one key is what ollama writes, the other what converters write for other families."""
+    keys = f"{b.arch}.norm_top_k_prob", f"{b.arch}.expert_weights_norm"
+    said = {b.gguf.bool(key) for key in keys if key in b.gguf.metadata}
+    if len(said) > 1:
+        raise ModelFileError(f"{b.gguf.path}: {keys[0]} and {keys[1]} contradict each other")
+    return said.pop() if said else True
 
 
 def width(b: Builder, key: str, default: int | None = None) -> int:

@@ -75,6 +75,11 @@ def _recurrent_layers(b: Builder, n_block: int) -> list[bool]:
 def _gated_attention(b: Builder, h: Hparams, a: Value) -> Value:
     """Attention whose output is gated, element by element, before its projection; the gate's rows lie behind the
     query's, head by head."""
+    if h.head_dim_v != h.head_dim:
+        raise ModelFileError(
+            f"{b.gguf.path}: {b.arch}.attention.value_length is {h.head_dim_v}, but gates are as wide as key_length, "
+            f"{h.head_dim}"
+        )
     both = b.linear(a, "attn_q", 2 * h.n_head * h.head_dim)
     q = b.slice(both, "attn_q_query", 0, h.head_dim, h.n_head)
     gate = b.slice(both, "attn_q_gate", h.head_dim, h.head_dim, h.n_head)
@@ -125,11 +130,10 @@ def _expert_ffn(b: Builder, h: Hparams) -> Callable[[Value], Value]:
     n_expert, n_used = moe.counts(b)
     n_ff = moe.width(b, "expert_feed_forward_length", h.n_ff // n_used)
     n_ff_shared = moe.width(b, "expert_shared_feed_forward_length", h.n_ff or n_ff)
-    is_normalised = moe.is_normalised(b)
+    router = moe.softmax_router(b, n_expert, n_used)
 
     def ffn(a: Value) -> Value:
-        routes = b.route(b.linear(a, "ffn_gate_inp", n_expert), n_used, normalise=is_normalised)
-        routed = moe.experts(b, a, routes, n_ff, n_expert)
+        routed = moe.experts(b, a, router(a), n_ff, n_expert)
         return b.add(routed, moe.gated_shared_expert(b, a, n_ff_shared), "ffn_out")
 
     return ffn

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from reflex_ipc.errors import ModelFileError
+from reflex_ipc.errors import ModelFileError, UnsupportedModelError
 from reflex_ipc.gguf import GGUF, Tensor
 from reflex_ipc.plan import Plan
-from reflex_ipc.reference.dequant import dequantise
+from reflex_ipc.reference.dequant import DEQUANTISERS, dequantise
 
 Array = npt.NDArray[np.float32]
 
@@ -28,6 +28,11 @@ class Weights:
         self._gguf = gguf
         self._tensors = plan.weights
         self._arrays: dict[str, Array] = {}
+        for tensor in plan.weights.values():
+            if tensor.type.name not in DEQUANTISERS:
+                raise UnsupportedModelError(
+                    f"{gguf.path}: tensor {tensor.name} is {tensor.type.name}, which the CPU backend cannot read"
+                )
         self._load(plan.resident(), n_threads, progress)
 
     def __getitem__(self, name: str) -> Array:

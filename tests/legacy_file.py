@@ -13,6 +13,8 @@ from typing import Any
 import gguf_bytes as g
 import numpy as np
 import numpy.typing as npt
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
 
 from reflex_ipc.check import relative_error
 from reflex_ipc.cuda.executor import CudaExecutor
@@ -123,6 +125,8 @@ def _q4_k(rows: Array) -> bytes:
 PACKED: dict[str, Callable[[Array], bytes]] = {
     "F16": lambda rows: rows.astype(np.float16).tobytes(),
     "Q8_0": _q8_0,
+    "Q5_0": lambda rows: quantize(rows, GGMLQuantizationType.Q5_0).tobytes(),
+    "Q5_1": lambda rows: quantize(rows, GGMLQuantizationType.Q5_1).tobytes(),
     "Q4_K": _q4_k,
 }
 

@@ -237,6 +237,16 @@ def test_beyond_the_range_of_half_precision(bench) -> None:
         assert error(one.run(q, rows, expand=True), one.expected(q, causal(80, 80))) <= bound
 
 
+@pytest.mark.parametrize("kind", ["Q5_0", "Q5_1"])
+def test_what_quantisers_put_in_place_of_k_quants(bench, kind: str) -> None:
+    """128 columns of keys' matrices are no block of 256: both forms, with the types that such matrices get."""
+    one = bench(V2, kind, is_legacy=False, n_positions=73)
+    for n, expand in ((70, True), (2, False), (1, False)):
+        q, rows = inputs(V2, n, n)
+        out = one.run(q, rows, expand=expand)
+        assert error(out, one.expected(q, causal(n, len(one.stored)))) <= BOUND
+
+
 def test_absorbed_and_expanded_are_one(bench) -> None:
     """A prompt in pieces of both kinds, and its tokens one by one behind it, are the prompt in one."""
     q, rows = inputs(SMALL, 200)

@@ -1,6 +1,6 @@
 """Files whose keys make no sense, or ask for what their architecture does not do: errors that name the key or tensor.
 
-Each of these was once an internal error, or another model's logits in silence.
+Most of these were once an internal error, or another model's logits in silence.
 """
 
 from collections.abc import Callable
@@ -37,6 +37,11 @@ REFUSED: list[tuple[str, dict[str, Any], type[ReflexError], str]] = [
     ("deepseek3", {"expert_group_used_count": 5}, ModelFileError, "expert_group_used_count is 5 of"),
     ("deepseek3", {"expert_group_used_count": 1, "expert_used_count": 5}, ModelFileError, "expert_used_count is 5"),
     ("deepseek3", {"expert_group_count": 16, "expert_group_used_count": 3}, ModelFileError, "expert_used_count is 4"),
+    # 48 wide; where there is no key, as wide as a dense layer
+    ("qwen3next", {"expert_shared_feed_forward_length": None}, ModelFileError, "its metadata ask for {64,160}"),
+    ("deepseek3", {"attention__temperature_scale": 0.1}, UnsupportedModelError, "temperature_scale is not supported"),
+    ("llama", {"expert_count": 8}, UnsupportedModelError, "llama.expert_count"),
+    ("qwen3", {"attention__causal": False}, UnsupportedModelError, "attention.causal is false"),
     *(
         (name, {key: value}, UnsupportedModelError, f"{key} is {value:g}, which is not supported in {name}")
         for name in QWEN_EXPERTS

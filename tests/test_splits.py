@@ -260,6 +260,15 @@ def test_pieces_of_other_families(opened, name: str) -> None:
             assert by_position(found, whole).max() <= BOUND
 
 
+def test_pieces_of_many_layers(opened) -> None:
+    """27 of them: over all positions, of which some differ by up to 3e-5."""
+    model = opened("deepseek2-lite")
+    for ids in prompts(model):
+        whole = model.logits(ids, [0, len(ids)])
+        for seed in range(1, 3):
+            assert relative_error(model.logits(ids, pieces(seed, len(ids))), whole) <= BOUND
+
+
 @pytest.mark.parametrize("name", FIDELITY)
 def test_pieces_of_a_short_prompt(opened, name: str) -> None:
     """All positions of the fixture's 48 tokens, against both."""

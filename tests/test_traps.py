@@ -93,6 +93,17 @@ def layers_by_their_interval(p: Parts) -> None:
     p.set(attention__recurrent_layers=None)
 
 
+def layers_by_the_usual_interval(p: Parts) -> None:
+    layers_by_their_interval(p)
+    p.set(full_attention_interval=None)
+
+
+def layers_one_by_one(p: Parts) -> None:
+    """Where each layer is told, the interval has no say."""
+    assert f"{p.arch}.attention.recurrent_layers" in p.metadata
+    p.set(full_attention_interval=2)
+
+
 def without_a_rotated_width(p: Parts) -> None:
     p.set(rope__dimension_count=None)
 
@@ -184,6 +195,8 @@ LAYOUTS: list[tuple[str, Callable[[Parts], Any]]] = [
     ("qwen35", grouped),
     ("qwen35moe", grouped),
     *((name, change) for name in HYBRID for change in (without_a_rotated_width, layers_by_their_interval)),
+    ("qwen35", layers_by_the_usual_interval),
+    ("qwen35", layers_one_by_one),
     ("deepseek3", without_the_keys_of_absorbed_files),
     ("deepseek2-lite", without_the_keys_of_absorbed_files),
     ("deepseek3", both_forms_of_key_matrices),

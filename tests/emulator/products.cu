@@ -21,6 +21,7 @@ NAMES(kernel_mma_q5_k_8, kernel_mma_q5_k_16, kernel_widen_q5_k, kernel_grouped_q
 NAMES(kernel_mma_q6_k_8, kernel_mma_q6_k_16, kernel_widen_q6_k, kernel_grouped_q6_k, Q6_K)
 NAMES(kernel_mma_q3_k_8, kernel_mma_q3_k_16, kernel_widen_q3_k, kernel_grouped_q3_k, Q3_K)
 NAMES(kernel_mma_q5_0_8, kernel_mma_q5_0_16, kernel_widen_q5_0, kernel_grouped_q5_0, Q5_0)
+NAMES(kernel_mma_q5_1_8, kernel_mma_q5_1_16, kernel_widen_q5_1, kernel_grouped_q5_1, Q5_1)
 NAMES(kernel_mma_q8_0_8, kernel_mma_q8_0_16, kernel_widen_q8_0, kernel_grouped_q8_0, Q8_0)
 NAMES(kernel_mma_mxfp4_8, kernel_mma_mxfp4_16, kernel_widen_mxfp4, kernel_grouped_mxfp4, MXFP4)
 NAMES(kernel_mma_iq3_s_8, kernel_mma_iq3_s_16, kernel_widen_iq3_s, kernel_grouped_iq3_s, IQ3_S)

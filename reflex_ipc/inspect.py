@@ -216,8 +216,8 @@ def _types(types: dict[str, dict[str, int]]) -> list[str]:
 def _ignored(names: Sequence[str]) -> list[str]:
     if not names:
         return []
-    blocks = list(dict.fromkeys(f"{block}." for block, found, _ in (n.partition(".nextn.") for n in names) if found))
-    others = [name for name in names if not name.startswith(tuple(blocks))]
+    blocks = tuple(dict.fromkeys(f"{block}." for block, found, _ in (n.partition(".nextn.") for n in names) if found))
+    others = [name for name in names if not name.startswith(blocks)]
     lines = [f"  {visible(block)}*, which predicts further tokens" for block in blocks]
     return [f"not used for generation ({len(names)} tensors)", *lines, *([f"  {_short(others)}"] if others else [])]
 

@@ -286,8 +286,9 @@ class Builder:
         """Close the list. Tensors that nothing reads and that do not begin with one of `ignore` are an error: a model
         that asks for more than we compute must not answer wrongly."""
         unused = tuple(name for name in self.gguf.tensors if name not in self.weights)
+        expected = tuple(ignore)
         for name in unused:
-            if not name.startswith(tuple(ignore)):
+            if not name.startswith(expected):
                 raise UnsupportedModelError(
                     f"{self.gguf.path}: tensor {name} has no place in architecture {self.arch} as it is known here"
                 )

@@ -5,6 +5,7 @@ Most of these were once an internal error, or another model's logits in silence.
 
 from collections.abc import Callable
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -110,3 +111,17 @@ def test_weights_of_integers(parts, tmp_path: Path, tensor: str) -> None:
     p.tensors[tensor] = 26, ne, np.ones(ne[::-1], np.int32).tobytes()  # 26 is GGML_TYPE_I32
     with pytest.raises(UnsupportedModelError, match=f"tensor {tensor} is I32"):
         Engine.open(p.write(tmp_path / "changed.gguf"), backend="cpu")
+
+
+def test_thousands_of_prediction_blocks(parts, tmp_path: Path) -> None:
+    """As many as a file may count, and tensors in one of them: one look at each, not one for every block."""
+    p = parts("deepseek3")
+    n_layer = p.key("block_count")
+    p.set(block_count=4096, nextn_predict_layers=4096 - n_layer)
+    names = [f"blk.4095.nextn.{i}" for i in range(20_000)]
+    p.tensors |= dict.fromkeys(names, (0, [1], bytes(4)))
+    with GGUF.open(p.write(tmp_path / "changed.gguf")) as gguf:
+        start = process_time()
+        plan = archs.build(gguf)
+        assert process_time() - start < 3
+    assert plan.n_layer == n_layer and set(plan.ignored) == set(names)

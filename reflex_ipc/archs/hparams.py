@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from reflex_ipc.errors import ModelFileError, UnsupportedModelError
 from reflex_ipc.gguf import GGUF
-from reflex_ipc.ops import Rope
+from reflex_ipc.ops import Rope, scope
 
 # Absurd counts are refused before anything is sized by them; the largest real models are far below.
 _MAX_LAYERS = 4096
@@ -98,11 +98,15 @@ def n_nextn(gguf: GGUF, arch: str, n_layer: int) -> int:
     n = gguf.int(key, 0)
     if not 0 <= n < n_layer:
         raise ModelFileError(f"{gguf.path}: {key} is {n} of {n_layer} blocks")
-    for i in range(n_layer - n, n_layer):
-        block = [name for name in gguf.tensors if name.startswith(f"blk.{i}.")]
-        if block and not any(name.startswith(f"blk.{i}.nextn.") for name in block):
+    if not n:
+        return 0
+    counted = tuple(f"blk.{i}." for i in range(n_layer - n, n_layer))
+    names = [name for name in gguf.tensors if name.startswith(counted)]
+    predicting = {scope(name) for name in names if name.startswith(f"{scope(name)}.nextn.")}
+    for block in map(scope, names):
+        if block not in predicting:
             raise ModelFileError(
-                f"{gguf.path}: {key} is {n}, but blk.{i} has no tensor blk.{i}.nextn.*, so it is a layer like any "
+                f"{gguf.path}: {key} is {n}, but {block} has no tensor {block}.nextn.*, so it is a layer like any "
                 f"other; is {arch}.block_count ({n_layer}) without the prediction blocks?"
             )
     return n

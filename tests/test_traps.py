@@ -17,6 +17,8 @@ Elsewhere the values are computed here, in float64, or are published numbers. Th
 - offsets beyond 2^31: test_gguf.py::test_beyond_four_gibibytes.
 - `attn_k_b` of 128 columns as Q5_0, Q5_1, Q8_0: gpu/test_matmul.py, test_latent_kernels.py.
 - recurrent state that cannot be cut back, padding, tails before the convolution: test_splits.py, test_delta_kernels.py.
+- a state left over from another text: test_fidelity.py, whose engines run two.
+- linear scaling and its old key, Llama 3's divisors, YaRN's ramp: test_rope.py; senseless keys: test_model_keys.py.
 - more tokens than merges, [PADn] rows: test_tokenizer.py.
 """
 

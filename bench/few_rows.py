@@ -109,7 +109,6 @@ class Bench:
             dependent,
         )
         self.limits = limits_of(device, self.kernels)
-        self.memory: list[Any] = []
         self.pool, self.x, self.out = self.take(POOL), self.take(128 * 12288 * 4), self.take(128 * 24576 * 4)
         self.scratch = self.take(400 << 20)
         rng = np.random.default_rng(1)
@@ -117,13 +116,8 @@ class Bench:
         self.stream.to_device(self.x, self.halves.tobytes())
 
     def take(self, size: int) -> int:
-        memory = self.device.allocate(size, "measuring")
-        self.memory.append(memory)
-        return int(memory.address)
-
-    def close(self) -> None:
-        for memory in self.memory:
-            memory.close()
+        """Room that goes with the device."""
+        return int(self.device.allocate(size, "measuring").address)
 
     def feed(self, kind: str) -> None:
         """The pool is full of weights of this type: the same 32 MB again and again."""
@@ -349,7 +343,6 @@ def main() -> int:
         print(f"{kind}, swept: {time.monotonic() - began:.0f} s", flush=True)
     measure.save(given.out / "few_rows.json", measure.document("few_rows", {"rows": rows, "sweep": swept}))
     render(rows, swept, counts)
-    bench.close()
     device.close()
     worst = max((row["error"] for row in rows if "error" in row), default=0.0)
     return int(not worst < 1e-3)

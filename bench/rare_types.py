@@ -73,7 +73,6 @@ class Bench:
         self.limits = limits_of(device, self.kernels)
         self.n_out, self.rounds, self.beyond = n_out, rounds, beyond
         self.dependent = device.capability >= (9, 0)
-        self.memory: list[Any] = []
         self.values = np.random.default_rng(1).standard_normal((n_most, N_IN)).astype(np.float32)
         self.x, self.out = self.take(self.values.nbytes), self.take(4 * n_most * n_out)
         self.stream.to_device(self.x, self.values.tobytes())
@@ -82,13 +81,8 @@ class Bench:
         self.scratch = self.take(max(scratch_bytes(self.limits, n_most, N_IN, [matrix]) for matrix in matrices))
 
     def take(self, size: int) -> int:
-        memory = self.device.allocate(size, "measuring")
-        self.memory.append(memory)
-        return int(memory.address)
-
-    def close(self) -> None:
-        for memory in self.memory:
-            memory.close()
+        """Room that goes with the device."""
+        return int(self.device.allocate(size, "measuring").address)
 
     def size(self, kind: str) -> int:
         """Bytes of a matrix; each begins at a multiple of 256."""
@@ -195,7 +189,6 @@ def main() -> int:
         for m in given.counts:
             measured = {"seconds": bench.seconds(kind, m), "error": bench.error(kind, m)}
             rows.append({**of, "rows": m, "flops": 2 * m * given.n_out * N_IN, **measured})
-    bench.close()
     device.close()
     compared(rows)
     content = {"models": [], "n_in": N_IN, "n_out": given.n_out, "bound": BOUND, "rows": rows, "not_run": []}

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.wire import ROOT, Lines, Stdio, command, resident_kilobytes, start, stop
+from tests.wire import FAULTY, ROOT, Lines, Stdio, command, resident_kilobytes, start, stop
 
 LONG = {"op": "generate", "prompt": "Hello", "max_tokens": 4000, "ignore_eos": True}  # several seconds of work
 SHORT = {**LONG, "max_tokens": 3}
@@ -78,7 +78,7 @@ sys.exit(cli.main(sys.argv[1:]))
 def test_dictionaries_are_made_after_two_requests(tiny: Path, then: str) -> None:
     """Not for one request, which would have to wait for them at its end; and once, whatever is wrong with them."""
     for n in (1, 2, 4):
-        with Stdio(tiny, program=PREPARING.format(then=then)) as engine:
+        with Stdio(tiny, runs=("-c", PREPARING.format(then=then))) as engine:
             engine.ready()
             answers = [last(engine.answer({"id": i, **SHORT}))["text"] for i in range(n)]
             assert len(set(answers)) == 1
@@ -93,7 +93,7 @@ def test_dictionaries_are_made_after_two_requests(tiny: Path, then: str) -> None
 
 def test_dictionaries_are_not_made_when_the_input_has_ended(tiny: Path) -> None:
     """Nobody will ask for them: a pipe's end would only come later."""
-    with Stdio(tiny, program=PREPARING.format(then="pass")) as engine:
+    with Stdio(tiny, runs=("-c", PREPARING.format(then="pass"))) as engine:
         engine.ready()
         engine.process.send_signal(signal.SIGSTOP)  # all requests and the end are there before it looks
         engine.send(*({"id": i, **SHORT} for i in range(4)))
@@ -203,7 +203,7 @@ def test_a_bad_line_and_on(shared: Stdio) -> None:
 
 def test_failures_inside_the_engine(tiny: Path) -> None:
     """Only a lost device is the end; everything else is one request's."""
-    with Stdio(tiny, faulty=True) as engine:
+    with Stdio(tiny, runs=FAULTY) as engine:
         engine.ready()
         memory = last(engine.answer({"id": 1, "op": "detokenize", "tokens": [14]}))
         defect = last(engine.answer({"id": 2, "op": "detokenize", "tokens": [15]}))
@@ -280,7 +280,7 @@ def test_a_name_that_is_not_utf8(tmp_path: Path) -> None:
 
 
 def test_stray_prints_break_no_line(tiny: Path) -> None:
-    with Stdio(tiny, faulty=True) as engine:
+    with Stdio(tiny, runs=FAULTY) as engine:
         engine.ready()
         assert last(engine.answer({"id": 1, "op": "info"}))["event"] == "result"
         target = os.readlink(f"/proc/{engine.process.pid}/fd/1")
@@ -359,7 +359,7 @@ def test_a_deadline_counts_the_time_in_the_queue(shared: Stdio) -> None:
 
 def test_deadlines_do_not_ask_for_the_time_of_day(tiny: Path) -> None:
     """Setting the clock changes nothing, because nobody looks at it: asking for it is an error in this process."""
-    with Stdio(tiny, "--write-timeout", 5000, faulty=True) as engine:
+    with Stdio(tiny, "--write-timeout", 5000, runs=FAULTY) as engine:
         engine.ready()
         began = time.monotonic()
         done = last(engine.answer({"id": 1, **LONG, "deadline_ms": 300}))

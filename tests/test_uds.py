@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import pytest
 
 from reflex_ipc import listener
 from reflex_ipc.errors import InputOutputError
-from tests.wire import PATIENCE, Socket, command, resident_kilobytes, start, stop
+from tests.wire import ENGINE, FAULTY, PATIENCE, Socket, command, resident_kilobytes, start, stop
 
 LONG = {"op": "generate", "prompt": "Hello", "max_tokens": 4000, "ignore_eos": True}
 SHORT = {**LONG, "max_tokens": 3}
@@ -40,9 +40,9 @@ def private() -> Iterator[Path]:
 class Server:
     """A `uds` process."""
 
-    def __init__(self, model: object, path: Path, *options: object, faulty: bool = False):
+    def __init__(self, model: object, path: Path, *options: object, runs: Sequence[str] = ENGINE):
         self.path = path
-        self.process = start(command("uds", model, path, *options, faulty=faulty), stdin=subprocess.DEVNULL)
+        self.process = start(command("uds", model, path, *options, runs=runs), stdin=subprocess.DEVNULL)
 
     def connect(self) -> Socket:
         return Socket(self.path)
@@ -293,7 +293,7 @@ def test_a_model_that_cannot_be_opened(private: Path) -> None:
 
 
 def test_a_lost_device_is_told_to_everyone(tiny: Path, private: Path) -> None:
-    with Server(tiny, private / "lost", faulty=True) as server, server.connect() as asker, server.connect() as other:
+    with Server(tiny, private / "lost", runs=FAULTY) as server, server.connect() as asker, server.connect() as other:
         asker.ready()
         other.ready()
         asker.send({"id": 1, "op": "detokenize", "tokens": [13]})

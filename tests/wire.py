@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,13 @@ class Lines:
         return events
 
 
-def command(kind: str, model: object, *options: object, faulty: bool = False, program: str | None = None) -> list[str]:
-    """The command line; `faulty` runs it with an engine that misbehaves when it is asked to, `program` is Python that
-    runs it itself."""
-    runs = ["-c", program] if program else [str(ROOT / "tests" / "faulty.py")] if faulty else ["-m", "reflex_ipc"]
+ENGINE = ("-m", "reflex_ipc")
+FAULTY = (str(ROOT / "tests" / "faulty.py"),)
+"""An engine that misbehaves when it is asked to."""
+
+
+def command(kind: str, model: object, *options: object, runs: Sequence[str] = ENGINE) -> list[str]:
+    """The command line; `runs` is what Python runs."""
     return [sys.executable, *runs, kind, str(model), *map(str, options), "--backend", "cpu", "--threads", "1"]
 
 
@@ -91,11 +95,9 @@ class Stdio(Lines):
         *options: object,
         stdin: Any = subprocess.PIPE,
         stdout: Any = subprocess.PIPE,
-        faulty: bool = False,
-        program: str | None = None,
+        runs: Sequence[str] = ENGINE,
     ):
-        line = command("stdio", model, *options, faulty=faulty, program=program)
-        self.process = start(line, stdin=stdin, stdout=stdout)
+        self.process = start(command("stdio", model, *options, runs=runs), stdin=stdin, stdout=stdout)
         super().__init__(
             self.process.stdout.fileno() if self.process.stdout else -1,
             self.process.stdin.fileno() if self.process.stdin else -1,

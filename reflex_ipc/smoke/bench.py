@@ -65,15 +65,6 @@ class Bench:
         self.guards.clear()
 
 
-def numbers(n: int, seed: int) -> list[float]:
-    """n numbers between -1 and 1, exact in half precision."""
-    found = []
-    for _ in range(n):
-        seed = (seed * 1103515245 + 12345) & 0x7FFFFFFF
-        found.append((seed >> 16) % 2001 / 1024 - 1000 / 1024)
-    return found
-
-
 def relative(got: Sequence[float], wanted: Sequence[float]) -> float:
     """How far apart they are; infinite where something is no number."""
     norm = math.sqrt(sum(w * w for w in wanted)) or 1.0

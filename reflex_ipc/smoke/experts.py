@@ -9,12 +9,10 @@ from reflex_ipc.cuda.experts import UNGROUPED
 from reflex_ipc.ops import Value
 from reflex_ipc.smoke.bench import Bench, Outcome
 from reflex_ipc.smoke.layer import Array, Layer, Weight, float_weight, numbers, outcome, sigmoid, softmax, weight
-from reflex_ipc.smoke.matrices import KINDS
+from reflex_ipc.smoke.matrices import KINDS, ONE_ROW
 
 TWO_HALVES = 1e-5
 """Grouped products take x and quantised weights as two halves, 22 bits; tensor cores cut sums off at about as many."""
-ONE_ROW = 8e-5
-"""x as 16-bit integers with a scale for 32 of them."""
 N_EXPERT, N_USED, WIDTH, N_FF = 8, 2, 256, 256
 
 

@@ -176,7 +176,8 @@ def _package(lib: str) -> list[Check]:
 def _files(manifest: dict[str, Any], lib: str) -> Check:
     broken = [name for name, entry in manifest["files"].items() if _size(os.path.join(lib, name)) != entry["bytes"]]
     if broken:
-        detail = f"{', '.join(broken)} {'is' if len(broken) == 1 else 'are'} missing or cut"
+        more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
+        detail = f"{', '.join(broken[:3])}{more} {'is' if len(broken) == 1 else 'are'} missing or cut"
         return Check("package", FAIL, detail, "install the package again")
     if native.load(lib) is None:
         detail = "early.so does not load: the driver starts later and the upload is slower"

@@ -163,6 +163,10 @@ def test_a_damaged_package(fake: Fake, lib: Path):
     assert checks["build"].state == "FAIL" and "CUDA_ERROR_INVALID_IMAGE" in checks["build"].detail
     (lib / "early.so").unlink()
     assert "early.so" in look(fake, lib)["package"].detail
+    lacking = json.loads((lib / "manifest.json").read_text())
+    lacking["files"] |= {f"sm_75/{name}.cubin": {"bytes": 1} for name in "abcde"}
+    (lib / "manifest.json").write_text(json.dumps(lacking))
+    assert look(fake, lib)["package"].detail.endswith("sm_75/a.cubin and 4 more are missing or cut")
 
 
 @pytest.mark.parametrize(

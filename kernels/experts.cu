@@ -38,8 +38,8 @@ __device__ __forceinline__ int highest(const float *x, int n) {
 
 // p = softmax or sigmoid of the logits. Chosen are the n_used highest of p + bias, within the n_group_used best of n_group
 // groups of neighbours, a group counting by its highest, or by the sum of its two highest (`top2`). Their weights are p,
-// divided by their sum (`normalise`), times scale. Where NaN leaves fewer than n_used, expert 0 takes the places left with
-// a weight of NaN. One warp a token, one block; shared: 2 n_expert + n_group floats.
+// divided by their sum (`normalise`), times scale. Where NaN is among what is chosen by, all weights are NaN, and expert 0
+// takes places that nobody else can. One warp a token, one block; shared: 2 n_expert + n_group floats.
 extern "C" __global__ void route(const __grid_constant__ Route a) {
     extern __shared__ int4 memory[];
     float *p = (float *)memory, *selection = p + a.n_expert, *groups = selection + a.n_expert;
@@ -54,10 +54,13 @@ extern "C" __global__ void route(const __grid_constant__ Route a) {
         sum += p[i];
     }
     sum = warp_sum(sum);
+    bool is_broken = false;
     for (int i = threadIdx.x; i < a.n_expert; i += WARP) {
         if (a.is_softmax) p[i] /= sum;
         selection[i] = p[i] + (a.bias ? a.bias[i] : 0.0f);
+        is_broken |= selection[i] != selection[i];
     }
+    is_broken = __any_sync(~0u, is_broken);
     __syncwarp();
     if (a.n_group > 1) {
         int size = a.n_expert / a.n_group;
@@ -88,7 +91,7 @@ extern "C" __global__ void route(const __grid_constant__ Route a) {
     sum = 0.0f;
     for (int used = 0; used < a.n_used; used++) {
         int place = highest(selection, a.n_expert), i = place == NOWHERE ? 0 : place;
-        float weight = place == NOWHERE ? CUDART_NAN_F : p[i];
+        float weight = is_broken ? CUDART_NAN_F : p[i];
         __syncwarp();
         sum += weight;
         if (threadIdx.x == 0) {

@@ -77,6 +77,10 @@ template <class T>
 T __shfl_up_sync(unsigned, T x, int lanes) { int lane = threadIdx.x % 32; return exchange(x, lane < lanes ? lane : lane - lanes); }
 template <class T>
 T __shfl_sync(unsigned, T x, int lane) { return exchange(x, lane); }
+inline int __any_sync(unsigned, int is_so) {
+    for (int lanes = 16; lanes; lanes /= 2) is_so |= __shfl_xor_sync(~0u, is_so, lanes);
+    return is_so;
+}
 
 template <class T, class U>
 T atomicAdd(T *p, U x) { T old = *p; *p += T(x); return old; }

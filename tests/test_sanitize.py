@@ -1,6 +1,9 @@
 """tools/sanitize.py without a sanitizer: what it selects launches every kernel, processes share it, and what it says is
 what came of it."""
 
+import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -86,3 +89,23 @@ def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: s
     said = sanitize.sanitize(str(program), "racecheck", tmp_path, 1)
     assert verdict in said
     assert (said.startswith("racecheck: clean; ") and "nothing left out; every kernel" in said) == (script == "")
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    """Nothing is left running, and it ends then and not at its limit."""
+    program, started = tmp_path / "compute-sanitizer", tmp_path / "started"
+    program.write_text(f"#!/bin/sh\necho $$ >> {started}\nexec sleep 60\n")
+    started.touch()
+    program.chmod(0o755)
+    command = [sys.executable, ROOT / "tools" / "sanitize.py", tmp_path / "out", "--tool", "memcheck"]
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    with subprocess.Popen(command, env={**os.environ, "PATH": path}, stderr=subprocess.PIPE) as process:
+        until = time.monotonic() + 30
+        while len(started.read_text().split()) < sanitize.PROCESSES:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        process.wait(30)
+    for pid in started.read_text().split():
+        assert not Path(f"/proc/{pid}").exists()
+    assert process.returncode == 130

@@ -38,6 +38,8 @@ MODELS = (
 )
 FOUND = 9
 """The sanitizer's exit code where it found something; ours would be another."""
+running: set["subprocess.Popen[bytes]"] = set()
+"""Each with a process group of its own, which has what it runs in it."""
 
 
 def selection() -> list[str]:
@@ -131,12 +133,15 @@ def sanitize(program: str, tool: str, out: Path, limit_s: float) -> str:
     def process(log: Path) -> int | None:
         with open(log, "wb") as file:
             whole = [*command, "--until", str(until), "--claims", claims]
-            with subprocess.Popen(whole, stdout=file, stderr=subprocess.STDOUT, start_new_session=True) as running:
+            with subprocess.Popen(whole, stdout=file, stderr=subprocess.STDOUT, start_new_session=True) as started:
+                running.add(started)
                 try:
-                    return running.wait(limit_s)
+                    return started.wait(limit_s)
                 except subprocess.TimeoutExpired:
-                    os.killpg(running.pid, signal.SIGKILL)  # with what it runs
+                    os.killpg(started.pid, signal.SIGKILL)
                     return None
+                finally:
+                    running.discard(started)
 
     with tempfile.TemporaryDirectory() as claims, ThreadPoolExecutor(PROCESSES) as pool:
         codes = list(pool.map(process, logs))
@@ -182,7 +187,12 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     tools = options.tool or TOOLS
     with ThreadPoolExecutor(len(tools)) as pool:
-        found = list(pool.map(lambda tool: sanitize(program, tool, options.out, options.limit), tools))
+        try:
+            found = list(pool.map(lambda tool: sanitize(program, tool, options.out, options.limit), tools))
+        except KeyboardInterrupt:
+            for each in tuple(running):
+                os.killpg(each.pid, signal.SIGKILL)  # the threads wait for them
+            return 128 + signal.SIGINT
     print(*found, sep="\n")
     return 0 if all(": clean; " in text and "nothing left out; every kernel" in text for text in found) else 1
 

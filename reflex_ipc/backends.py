@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from reflex_ipc.cuda.device import Opening
     from reflex_ipc.errors import Poll
+    from reflex_ipc.scores import ScoredRows
     from reflex_ipc.trace import Trace
 
 DEVICE_NODES = ("/dev/nvidiactl", "/dev/dxg")
@@ -54,12 +55,8 @@ class Executor(Protocol):
     def logits(self) -> "npt.NDArray[np.float32]":
         """(rows of the last step, n_vocab), on the host."""
 
-    def score(self, step: Step, targets: Sequence[Sequence[int]], poll: "Poll | None" = None) -> list[list[float]]:
-        """Run a step; for each of its rows, the log-probabilities of the row's target tokens."""
-
-    @property
-    def log_sums(self) -> list[float]:
-        """Of each row of the last `score`, ln of the sum of exp over its logits: a logit minus its log-probability."""
+    def score(self, step: Step, targets: Sequence[Sequence[int]], poll: "Poll | None" = None) -> "ScoredRows":
+        """Run a step; for each of its rows, the log-probabilities of the row's target tokens, and the logsumexp."""
 
     def step_limit(self, n_past: int, n_tokens: int) -> int:
         """How many of `n_tokens` one step behind `n_past` others may have, by the memory there is."""

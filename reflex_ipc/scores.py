@@ -10,12 +10,23 @@ if TYPE_CHECKING:
 NORMALISATIONS = ("sum", "mean", "byte", "pmi")
 
 
+class ScoredRows(NamedTuple):
+    """What one pass found: of each of its rows, in their order. Natural logarithms.
+
+    `logprobs[row]` are the log-probabilities of the row's targets; `logsumexps[row]` is ln of the sum of exp over the
+    row's logits, so that a log-probability plus it is a logit.
+    """
+
+    logprobs: list[list[float]]
+    logsumexps: list[float]
+
+
 class Scored(NamedTuple):
     """What the passes found of one candidate."""
 
     tail: "Tail"
     logprobs: list[float]
-    log_sums: list[float]
+    logsumexps: list[float]
     neutral: list[float] | None
 
 
@@ -94,7 +105,7 @@ def scores(
                 item.tail.text,
                 item.tail.tokens,
                 tuple(item.logprobs),
-                tuple(item.log_sums),
+                tuple(item.logsumexps),
                 len(item.tail.tokens),
                 item.tail.n_bytes,
                 sum_,

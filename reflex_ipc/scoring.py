@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from reflex_ipc.errors import InvalidRequestError, ReflexError, Watch
 from reflex_ipc.healing import NO_NEUTRAL, Split, check_scored
 from reflex_ipc.plan import PREFILL_CHUNK, Step
-from reflex_ipc.scores import NORMALISATIONS, Scored, Scores, scores
+from reflex_ipc.scores import NORMALISATIONS, Scored, ScoredRows, Scores, scores
 from reflex_ipc.tree import passes, tree, tree_tokens
 
 if TYPE_CHECKING:
@@ -53,15 +53,18 @@ def check(candidates: Sequence[str], options: Options) -> None:
         raise InvalidRequestError("the candidates are one text; they are a list of texts", "candidates")
     if not candidates:
         raise InvalidRequestError("there are no candidates to score", "candidates")
-    if len(candidates) > MAX_CANDIDATES:
-        raise InvalidRequestError(
-            f"there are {len(candidates)} candidates; at most {MAX_CANDIDATES} are scored", "candidates"
-        )
+    check_count(len(candidates))
     for i, text in enumerate(candidates):
         if not isinstance(text, str):
             raise InvalidRequestError(f"candidate {i} is of type {type(text).__name__}, not a text", f"candidates[{i}]")
         if not text:
             raise InvalidRequestError(f"candidate {i} is empty: it has nothing to score", f"candidates[{i}]")
+
+
+def check_count(n: int) -> None:
+    """Refuses what has `n` candidates, or at least so many as far as it was read."""
+    if n > MAX_CANDIDATES:
+        raise InvalidRequestError(f"there are more than the {MAX_CANDIDATES} candidates that are scored", "candidates")
 
 
 class Executor(Protocol):
@@ -70,9 +73,7 @@ class Executor(Protocol):
     @property
     def n_past(self) -> int: ...
     def forward(self, step: Step, poll: "Poll | None" = None) -> None: ...
-    @property
-    def log_sums(self) -> list[float]: ...
-    def score(self, step: Step, targets: Sequence[Sequence[int]], poll: "Poll | None" = None) -> list[list[float]]: ...
+    def score(self, step: Step, targets: Sequence[Sequence[int]], poll: "Poll | None" = None) -> ScoredRows: ...
     def step_limit(self, n_past: int, n_tokens: int) -> int: ...
 
 
@@ -132,8 +133,8 @@ class Scoring:
         tokens = [tail.tokens for tail in tails]
         steps = passes(context, tokens, self._tree, self._neutral, executor.n_past, limit, self._poll)
         for step, targets, places in steps:
-            logprobs = executor.score(step, targets, self._poll)
-            for row, log_sum, row_places in zip(logprobs, executor.log_sums, places, strict=True):
+            logprobs, logsumexps = executor.score(step, targets, self._poll)
+            for row, logsumexp, row_places in zip(logprobs, logsumexps, places, strict=True):
                 watch()
                 for value, wanted in zip(row, row_places, strict=True):
                     if not math.isfinite(value):
@@ -144,7 +145,7 @@ class Scoring:
                         item = found[candidate]
                         if not is_neutral:
                             item.logprobs[at] = value
-                            item.log_sums[at] = log_sum
+                            item.logsumexps[at] = logsumexp
                         elif item.neutral is not None:
                             item.neutral[at] = value
             n_passes += 1

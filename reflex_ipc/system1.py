@@ -124,10 +124,10 @@ def _parsed(text: str, source: str, kind: str | None) -> list[str]:
     unless `kind` says so: half an array would be scored as it stands."""
     text = text.removeprefix("\ufeff")
     if kind == "lines" or (kind is None and not text.lstrip().startswith(("[", "{"))):
-        return _lines(text, source)
+        return _lines(text)
     # Strings have two quotes each, besides what is escaped: millions of them are not taken apart to be refused.
-    if text.lstrip().startswith("[") and text.count('"') - text.count('\\"') > 2 * scoring.MAX_CANDIDATES:
-        raise _too_many(source)
+    if text.lstrip().startswith("["):
+        scoring.check_count((text.count('"') - text.count('\\"')) // 2)
     import json
 
     remedy = "" if kind == "json" else "; --candidates-format lines takes it as it stands, one a line"
@@ -150,18 +150,13 @@ def _parsed(text: str, source: str, kind: str | None) -> list[str]:
     return values
 
 
-def _lines(text: str, source: str) -> list[str]:
+def _lines(text: str) -> list[str]:
     candidates: list[str] = []
     for found in re.finditer(r"(?!\r?\n)[^\n]+", text):
         if line := found[0].removesuffix("\r"):
             candidates.append(line)
-        if len(candidates) > scoring.MAX_CANDIDATES:
-            raise _too_many(source)
+        scoring.check_count(len(candidates))
     return candidates
-
-
-def _too_many(source: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{source} has more than the {scoring.MAX_CANDIDATES} candidates that are scored")
 
 
 def _warn_of_glued(prompt: str, candidates: list[str]) -> None:

@@ -25,6 +25,7 @@ from reflex_ipc.reference.executor import ReferenceExecutor
 from reflex_ipc.reference.ops import FUNCTIONS, Run, States
 from reflex_ipc.reference.weights import Weights
 from reflex_ipc.sampler import Sampler, Sampling
+from reflex_ipc.scores import ScoredRows
 
 pytest_plugins = ["emulator.fixtures"]
 pytestmark = needs_kernels
@@ -387,22 +388,24 @@ def test_scores_are_the_references(opened, name: str) -> None:
     step = Step(tokens, positions, [-1, 0, 1, 2, 3, 2, PARENT_NONE, 6], [2, 3, 5, 7], 3)
     targets = [[9, 12, 13], [10], [1, 2], [500]]
     got, wanted = executor.score(step, targets), reference.score(step, targets)
-    assert [len(row) for row in got] == [3, 1, 2, 1]
-    for row, wants, found in zip(executor.logits().astype(np.float64), targets, got, strict=True):
-        expected = row[wants] - row.max() - np.log(np.exp(row - row.max()).sum())
-        assert np.abs(np.subtract(found, expected)).max() <= 1e-5
-    for a, b in zip([*got, executor.log_sums], [*wanted, reference.log_sums], strict=True):
+    assert [len(row) for row in got.logprobs] == [3, 1, 2, 1]
+    for row, wants, found, logsumexp in zip(executor.logits().astype(np.float64), targets, *got, strict=True):
+        expected = row.max() + np.log(np.exp(row - row.max()).sum())
+        assert abs(logsumexp - expected) <= 1e-5
+        assert np.abs(np.subtract(found, row[wants] - expected)).max() <= 1e-5
+    for a, b in zip([*got.logprobs, got.logsumexps], [*wanted.logprobs, wanted.logsumexps], strict=True):
         assert np.abs(np.subtract(a, b)).max() < 5e-3
     assert executor.n_past == 3
     # Another tree of nearly that size takes the same launches, to its own answers.
     assert len(executor._shapes) <= 1
     shorter = Step([9, 10, 12], [3, 4, 3], [PARENT_STATE, 0, PARENT_STATE], [1, 2], 0)
-    (first,), (second,) = executor.score(shorter, [[1], [2]])
-    assert [first, second] == pytest.approx([row[0] for row in reference.score(shorter, [[1], [2]])], abs=5e-3)
+    found = executor.score(shorter, [[1], [2]])
+    for a, b in zip(found, reference.score(shorter, [[1], [2]]), strict=True):
+        assert np.ravel(a) == pytest.approx(np.ravel(b), abs=5e-3)
     assert len(executor._shapes) == 1 and executor.n_past == 3
     # Once they are known as one graph: the same bits.
     for _ in range(3):
-        assert executor.score(shorter, [[1], [2]]) == [[first], [second]]
+        assert executor.score(shorter, [[1], [2]]) == found
     assert len(executor._step_graphs) == 1
     for each in (executor, reference):
         each.forward(Step.text([20], 3, [0]))
@@ -454,9 +457,10 @@ def test_a_long_steps_scores(opened, monkeypatch: pytest.MonkeyPatch, name: str)
     assert len(asked) > executor.plan.n_layer + len(rows) // 7
     # The bound of logits, as in tests/gpu/test_model.py.
     deviation = BOUND * np.sqrt(np.square(fixture["logits"].astype(np.float64)).mean())
-    errors = np.subtract(got, reference.score(step, targets))
+    wanted = reference.score(step, targets)
+    errors = np.subtract(got.logprobs, wanted.logprobs)
     assert np.sqrt(np.square(errors).mean()) <= np.sqrt(2) * deviation and np.abs(errors).max() <= 4 * deviation
-    assert np.abs(np.subtract(executor.log_sums, reference.log_sums)).max() <= 4 * deviation
+    assert np.abs(np.subtract(got.logsumexps, wanted.logsumexps)).max() <= 4 * deviation
     for each in (executor, reference):
         each.forward(Step.text([20], 23, [0]))
     assert np.linalg.norm(executor.logits() - reference.logits()) <= BOUND * np.linalg.norm(reference.logits())
@@ -495,7 +499,7 @@ def test_a_decisions_graph_goes_with_its_buffers(opened, name: str) -> None:
     executor.forward(Step.text(ids[:20], 0, []))
     decision = Step([9, 10, 12], [20, 21, 21], [PARENT_STATE, 0, 0], [1, 2], 0)
 
-    def decide() -> list[list[float]]:
+    def decide() -> ScoredRows:
         executor.forward(Step([9], [20], [PARENT_STATE], [], 0))  # other values, in the same places
         return executor.score(decision, [[1], [2]])
 
@@ -544,7 +548,7 @@ def test_a_decision_that_comes_again_keeps_its_graph(opened, monkeypatch: pytest
     def decision(n: int) -> Step:
         return Step([9] * n, [0] * n, [PARENT_NONE] * n, [0], 0)
 
-    def decide(n: int) -> list[list[float]]:
+    def decide(n: int) -> ScoredRows:
         return executor.score(decision(n), [[1]])
 
     wanted = [decide(8 * n) for n in range(1, 6)]
@@ -572,7 +576,7 @@ def test_a_decision_that_is_taken_back_leaves_nothing(opened, name: str) -> None
     """One whose graph is already under way when it is asked for; the next answers as if there had been none."""
     executor, _, _ = opened(name)
 
-    def decide(token: int, verdict: str | None = None) -> list[list[float]]:
+    def decide(token: int, verdict: str | None = None) -> ScoredRows:
         executor.reset()
         step = Step([token, 5, 6, 7], [0, 1, 2, 2], [-1, 0, 1, 1], [1, 2, 3], 2)
         return executor.score(step, [[1], [2], [3]], lambda: verdict)

@@ -202,7 +202,7 @@ def decisions(executor: CudaExecutor, n: int = 1) -> None:
     tree = Step([1] * 32, [*range(30), 30, 30], [*range(-1, 29), 29, 29], [29, 30, 31], 30)
     for _ in range(n):
         executor.reset()
-        assert list(map(len, executor.score(tree, [[1, 2], [3], [4, 5]]))) == [2, 1, 2]
+        assert list(map(len, executor.score(tree, [[1, 2], [3], [4, 5]]).logprobs)) == [2, 1, 2]
 
 
 @needs_kernels
@@ -319,7 +319,8 @@ def test_a_tree_is_one_step_where_memory_holds_it(fake: Fake, kernels, fixtures:
         before, _ = device.memory()
         step, targets = big_tree(n)
         scores = executor.score(step, targets)
-        assert list(map(len, scores)) == [1] * len(targets) and executor.n_past == 16
+        assert list(map(len, scores.logprobs)) == [1] * len(targets) == [1] * len(scores.logsumexps)
+        assert executor.n_past == 16
         after, _ = device.memory()
         need = tree_bytes(executor._lowering, 0, 0, n)
         assert before - after <= need + (8 << 20)  # cache by granules, the targets
@@ -548,7 +549,7 @@ def test_a_step_fits_that_was_said_to_whatever_came_before(fake: Fake, kernels, 
         assert limit > 1000 and alone < there < both
         executor.reset()
         step, targets = big_tree(limit)
-        assert len(executor.score(step, targets)) == len(targets)
+        assert len(executor.score(step, targets).logprobs) == len(targets)
         assert executor._places.token_capacity < 9000
         leave(0)
         executor.reset()

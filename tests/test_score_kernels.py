@@ -11,6 +11,7 @@ from reflex_ipc.cuda import launch
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.launch import Kernels
 from reflex_ipc.cuda.steps import log_probabilities, score_bytes
+from reflex_ipc.scores import ScoredRows
 
 KERNELS = Path(launch.LIB) / "sm_90a" / "kernels.txt"
 pytestmark = pytest.mark.skipif(not KERNELS.exists(), reason="the kernels are not built: kernels/build.py all")
@@ -25,7 +26,7 @@ def scored(tmp_path_factory):
     kernels = Kernels(device, str(emulator.kernels(KERNELS, tmp_path_factory.mktemp("emulated"))))
     stream = device.stream()
 
-    def run(logits: np.ndarray, targets: list[list[int]], n_answers: int = 0) -> tuple[list[list[float]], list[float]]:
+    def run(logits: np.ndarray, targets: list[list[int]], n_answers: int = 0) -> ScoredRows:
         n_rows, n_vocab = logits.shape
         logits = np.append(logits, np.float32(1e9))  # what lies behind them is nobody's
         size = score_bytes(n_rows, sum(map(len, targets)), n_vocab)

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 
     from reflex_ipc.cuda.device import Device, Stream
     from reflex_ipc.cuda.lower import Lowering
-    from reflex_ipc.cuda.memory import Memory
+    from reflex_ipc.cuda.memory import Memory, Pinned
     from reflex_ipc.plan import Plan
 
 SLACK, LEAST_SLACK = 1 << 17, 1 << 14
 """Positions beyond the context that have addresses: the branches of a tree lie there while they are computed. The
 second where addresses can't be had without memory."""
+ANSWER_BYTES = 4096
+"""Of log-probabilities that a kernel writes to memory of the host; where there are more, they are fetched."""
 _ANCESTORS, _BRANCHES = "a tree's ancestors", "a tree's states"
 
 
@@ -60,6 +62,8 @@ class Buffers:
         self._backed = 0
         self._working: Memory | None = None
         self._rooms: dict[str, Memory] = {}  # by what is in them
+        self.answers: Pinned | None = None
+        self._has_asked = False  # for room for them
         self._granted = 0, 0  # tokens of a step that memory holds, and the positions with it: counting takes 1 ms
         self._make_fixed()
         self._hold_values(LEAST_TOKENS, 1, 0)
@@ -207,6 +211,15 @@ class Buffers:
     def hold_scores(self, size: int) -> int:
         """The address of room for log-probabilities, which no launch that is kept knows."""
         return self._room("log-probabilities", size)
+
+    def hold_answers(self) -> None:
+        """Page-locked memory for log-probabilities, `answers`: it takes milliseconds, and is asked for once."""
+        if not self._has_asked:
+            self._has_asked = True
+            try:
+                self.answers = self._device.pinned(ANSWER_BYTES, "answers")
+            except OutOfMemoryError:
+                self.answers = None  # they are fetched
 
     def step_limit(self, n_past: int, n_tokens: int) -> int:
         """How many of `n_tokens` one step behind `n_past` others may have, by the memory there is."""

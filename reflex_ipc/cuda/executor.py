@@ -38,12 +38,13 @@ if TYPE_CHECKING:
     from reflex_ipc.cuda.fuse import Group
     from reflex_ipc.cuda.graph import GraphExec
     from reflex_ipc.cuda.launch import Launch
-    from reflex_ipc.cuda.memory import Memory, Pinned
+    from reflex_ipc.cuda.memory import Memory
     from reflex_ipc.cuda.tracing import Tracing
     from reflex_ipc.errors import Poll
     from reflex_ipc.gguf import GGUF
     from reflex_ipc.plan import Plan
     from reflex_ipc.sampler import Sampled, Sampler
+    from reflex_ipc.scores import ScoredRows
     from reflex_ipc.trace import Trace
 
     Progress = Callable[[str, int, int], None]
@@ -53,8 +54,6 @@ if TYPE_CHECKING:
 LONG_STEP = 2048
 """From so many tokens on a step takes a fraction of a second or more, and is queued layer by layer."""
 REPORT_EVERY = 0.05  # seconds
-ANSWER_BYTES = 4096
-"""Of log-probabilities that a kernel writes to memory of the host; where there are more, they are fetched."""
 SHAPES = 16
 """Shapes of steps whose launches are kept, and decisions whose graphs are: those used last."""
 _NOTHING = Shape(0, 0)
@@ -95,9 +94,6 @@ class CudaExecutor:
         self._device: Device | None = None
         self._trace = trace
         self._tracing: Tracing | None = None
-        self._answers: Pinned | None = None
-        self.log_sums: list[float] = []
-        self._has_asked = False  # for room for them
         upload: Upload | None = None
         try:
             opening = opening or start_driver(index)
@@ -416,24 +412,19 @@ class CudaExecutor:
 
     # Scoring
 
-    def score(self, step: Step, targets: "Sequence[Sequence[int]]", poll: "Poll | None" = None) -> list[list[float]]:
-        """Run a step; the log-probabilities of each row's targets. Logits never leave the device; those of HEAD_ROWS
-        rows are held at once."""
+    def score(self, step: Step, targets: "Sequence[Sequence[int]]", poll: "Poll | None" = None) -> "ScoredRows":
+        """Run a step; the log-probabilities of each row's targets, and its logsumexp. Logits never leave the device;
+        those of HEAD_ROWS rows are held at once."""
         from reflex_ipc.cuda.steps import log_probabilities, rounded, score_bytes
+        from reflex_ipc.scores import ScoredRows
 
         n_vocab = self.plan.n_vocab
         starts = range(0, len(step.rows), HEAD_ROWS)
         n_most = max(sum(map(len, targets[start : start + HEAD_ROWS])) for start in starts)
         at = self._buffers.hold_scores(score_bytes(min(HEAD_ROWS, len(step.rows)), n_most, n_vocab))
-        if self._step_graphs and not self._has_asked:  # decisions come again: page-locked memory takes milliseconds
-            self._has_asked = True
-            assert self._device is not None
-            try:
-                self._answers = self._device.pinned(ANSWER_BYTES, "answers")
-            except OutOfMemoryError:
-                self._answers = None  # they are fetched
-        found: list[list[float]] = []
-        self.log_sums = []
+        if self._step_graphs:  # decisions come again
+            self._buffers.hold_answers()
+        found = ScoredRows([], [])
         for start in starts:
             rows = step.rows[start : start + HEAD_ROWS]
             if start == 0:
@@ -443,10 +434,10 @@ class CudaExecutor:
                 self._head(len(step.tokens), rows, poll)
             self._shape = Shape(len(step.tokens), len(rows))
             some = targets[start : start + HEAD_ROWS]
-            logits, answers = self._logits(0), self._answers
-            logprobs, sums = log_probabilities(self._kernels, self._stream, logits, n_vocab, some, at, answers)
-            found += logprobs
-            self.log_sums += sums
+            logits, answers = self._logits(0), self._buffers.answers
+            logprobs, logsumexps = log_probabilities(self._kernels, self._stream, logits, n_vocab, some, at, answers)
+            found.logprobs.extend(logprobs)
+            found.logsumexps.extend(logsumexps)
         return found
 
     def _head(self, n_tokens: int, rows: "Sequence[int]", poll: "Poll | None") -> None:

@@ -6,6 +6,7 @@ from struct import Struct
 
 from reflex_ipc.cuda.linear import FEW
 from reflex_ipc.plan import PARENT_NONE, Step
+from reflex_ipc.scores import ScoredRows
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -65,9 +66,9 @@ def log_probabilities(
     targets: "Sequence[Sequence[int]]",
     at: int,
     answers: "Pinned | None" = None,
-) -> tuple[list[list[float]], list[float]]:
-    """Of each row's target tokens, and the ln of each row's sum of exp, by the (rows, n_vocab) float32 logits at an
-    address; `at` is room for it. Waits.
+) -> ScoredRows:
+    """Of each row's target tokens, and each row's logsumexp, by the (rows, n_vocab) float32 logits at an address; `at`
+    is room for it. Waits.
 
     `answers`: page-locked memory. Where it holds all that is found, the kernel writes there, and there is no copy to
     wait for.
@@ -97,4 +98,4 @@ def log_probabilities(
     else:
         stream.synchronize()
         values = numbers.unpack_from(mail.view)
-    return [list(values[start:stop]) for start, stop in pairwise(starts)], list(values[n_targets:])
+    return ScoredRows([list(values[start:stop]) for start, stop in pairwise(starts)], list(values[n_targets:]))

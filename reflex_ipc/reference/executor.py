@@ -21,6 +21,7 @@ from reflex_ipc.stamps import stamp
 
 if TYPE_CHECKING:
     from reflex_ipc.errors import Poll
+    from reflex_ipc.scores import ScoredRows
     from reflex_ipc.trace import Trace
 
 Array = npt.NDArray[np.float32]
@@ -46,7 +47,6 @@ class ReferenceExecutor:
         stamp("numpy")
         self.plan = plan
         self.n_ctx = n_ctx
-        self.log_sums: list[float] = []
         self._path = gguf.path
         memory.check(gguf.path, memory.first(plan, n_ctx))
         if threads is not None and not 1 <= threads <= _MOST_THREADS:
@@ -89,10 +89,11 @@ class ReferenceExecutor:
             run = self._run(step, Watch(poll))
         self._logits = self._head(run, step.rows) if step.rows else self._logits[:0]
 
-    def score(self, step: Step, targets: Sequence[Sequence[int]], poll: "Poll | None" = None) -> list[list[float]]:
+    def score(self, step: Step, targets: Sequence[Sequence[int]], poll: "Poll | None" = None) -> "ScoredRows":
+        from reflex_ipc.scores import ScoredRows
+
         watch = Watch(poll)
-        found: list[list[float]] = []
-        self.log_sums = []
+        found = ScoredRows([], [])
         with self._whole_or_nothing():
             go_on(poll)
             run = self._run(step, watch)
@@ -103,9 +104,9 @@ class ReferenceExecutor:
                 peaks = logits.max(axis=1, keepdims=True)
                 logits -= peaks
                 log_sums = np.log(np.exp(logits).sum(axis=1))
-                self.log_sums += (peaks[:, 0] + log_sums).tolist()
+                found.logsumexps.extend((peaks[:, 0] + log_sums).tolist())
                 for row, log_sum, wanted in zip(logits, log_sums, targets[start : start + _HEAD_ROWS], strict=True):
-                    found.append((row[list(wanted)] - log_sum).tolist())
+                    found.logprobs.append((row[list(wanted)] - log_sum).tolist())
         return found
 
     @contextlib.contextmanager

@@ -615,7 +615,7 @@ executor.reserve(16)
 executor.forward(Step.text(range(16), 0, [15]))
 executor.close()
 heavy = {"numpy", "gguf", "jinja2", "cupy", "orjson", "json", "dataclasses", "argparse"}
-later = {f"reflex_ipc.cuda.{name}" for name in ("few", "gemm", "experts", "steps", "tracing")}
+later = {f"reflex_ipc.cuda.{name}" for name in ("few", "gemm", "experts", "steps", "tracing")} | {"reflex_ipc.scores"}
 print(sorted((heavy | later) & set(sys.modules)))
 """
     path = fixtures / f"{name}.gguf"

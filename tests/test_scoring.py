@@ -107,7 +107,7 @@ def test_a_neutral_context_in_several_passes(fixtures: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_log_sums_make_logits_of_log_probabilities(fixtures: Path, name: str) -> None:
+def test_logsumexps_make_logits_of_log_probabilities(fixtures: Path, name: str) -> None:
     with Engine.open(fixtures / "exact" / f"{name}-f16.gguf", backend="cpu") as engine:
         result = engine.score("once more", CANDIDATES, normalize="pmi")
         context = engine.tokenize("once more")[: result.prompt_tokens]

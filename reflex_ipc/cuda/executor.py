@@ -12,6 +12,7 @@ from reflex_ipc.cuda.buffers import Buffers
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.driver import gib
 from reflex_ipc.cuda.fuse import alone, fused
+from reflex_ipc.cuda.graph import Known
 from reflex_ipc.cuda.launch import Kernels
 from reflex_ipc.cuda.linear import FEW
 from reflex_ipc.cuda.lower import Lowering
@@ -28,15 +29,14 @@ from reflex_ipc.stamps import stamp
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from typing import Any, TypeVar
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from typing import Any
 
     import numpy as np
     import numpy.typing as npt
 
     from reflex_ipc.cuda.device import Device, Opening
     from reflex_ipc.cuda.fuse import Group
-    from reflex_ipc.cuda.graph import GraphExec
     from reflex_ipc.cuda.launch import Launch
     from reflex_ipc.cuda.memory import Memory
     from reflex_ipc.cuda.tracing import Tracing
@@ -48,14 +48,10 @@ if TYPE_CHECKING:
     from reflex_ipc.trace import Trace
 
     Progress = Callable[[str, int, int], None]
-    Key = TypeVar("Key")
-    Kept = TypeVar("Kept")
 
 LONG_STEP = 2048
 """From so many tokens on a step takes a fraction of a second or more, and is queued layer by layer."""
 REPORT_EVERY = 0.05  # seconds
-SHAPES = 16
-"""Shapes of steps whose launches are kept, and decisions whose graphs are: those used last."""
 _NOTHING = Shape(0, 0)
 
 
@@ -150,10 +146,7 @@ class CudaExecutor:
 
             self._tracing = Tracing(self._trace, device, self._stream, upload, weights)
         self._places = places = Places()
-        self._shapes: dict[tuple[int, int, bool, int, int], list[Launch]] = {}  # none: the shape was met once
-        self._step_graphs: dict[tuple[int, int, bool, int, int], GraphExec] = {}
-        # Of tokens, by how many blocks share positions and how the next one is chosen.
-        self._token_graphs: dict[tuple[int, str], GraphExec] = {}
+        self._known = Known(self._stream)
         self._lowering = Lowering(
             device, self._kernels, self._stream, plan, groups, columns, places, lambda name: base + weights.place[name]
         )
@@ -179,11 +172,7 @@ class CudaExecutor:
             )
 
     def _forget(self) -> None:
-        self._shapes.clear()
-        for graphs in (self._step_graphs, self._token_graphs):
-            for graph in graphs.values():
-                graph.close()
-            graphs.clear()
+        self._known.forget()
         self._shape = _NOTHING
 
     # The sequence
@@ -218,7 +207,7 @@ class CudaExecutor:
         """`comes_again`: other steps will have the same shape, so that it is worth keeping, and a graph."""
         try:
             shape = self._begin(step)
-            is_queued = comes_again and self._replay(shape)
+            is_queued = comes_again and self._tracing is None and self._known.replay(shape.key)
             # What is queued can't be called back, and queueing takes milliseconds: asking in between costs more than it
             # saves, but for the first step, which waits for the weights. A graph is one call, and runs while this asks.
             go_on(poll)
@@ -312,7 +301,7 @@ class CudaExecutor:
         at once, not only when the shape has come a second time.
         """
         is_long = shape.n_tokens >= LONG_STEP
-        known = _used(self._shapes, shape.key) if tracing is None and not is_long else None
+        known = self._known.launches(shape.key) if tracing is None and not is_long else None
         if known:
             yield from known
             return
@@ -353,32 +342,7 @@ class CudaExecutor:
             if routed is not None:
                 routed.end()
         if is_loaded and not is_long:
-            _keep(self._shapes, shape.key, made)
-
-    def _replay(self, shape: Shape) -> bool:
-        """Queue a known shape's launches with one call; False where it is not known. Recording them takes some
-        milliseconds."""
-        if self._tracing is not None:
-            return False
-        graph = _used(self._step_graphs, shape.key)
-        if graph is None:
-            launches = _used(self._shapes, shape.key)
-            if not launches:
-                return False
-            graph = self._recorded(launches)
-            if (dropped := _keep(self._step_graphs, shape.key, graph)) is not None:
-                dropped.close()
-        graph.launch(self._stream)
-        return True
-
-    def _recorded(self, launches: "Iterable[Launch]") -> "GraphExec":
-        with self._stream.capture() as capture:
-            for launch in launches:
-                launch()
-        try:
-            return capture.graph.instantiate()
-        finally:
-            capture.graph.close()
+            self._known.keep(shape.key, made)
 
     def _wait(self, index: int) -> None:
         """What is queued from here on finds the weights' group `index`, and those before it, on the device."""
@@ -422,7 +386,7 @@ class CudaExecutor:
         starts = range(0, len(step.rows), HEAD_ROWS)
         n_most = max(sum(map(len, targets[start : start + HEAD_ROWS])) for start in starts)
         at = self._buffers.hold_scores(score_bytes(min(HEAD_ROWS, len(step.rows)), n_most, n_vocab))
-        if self._step_graphs:  # decisions come again
+        if self._known.steps:  # decisions come again
             self._buffers.hold_answers()
         found = ScoredRows([], [])
         for start in starts:
@@ -498,14 +462,14 @@ class CudaExecutor:
         """Queue the step of the token just sampled and the choice of the next; returns the number of its mail."""
         self._buffers.back(self._n_past + 1)
         n_splits = self._lowering.n_splits(self._n_past + 1)
-        graph = self._token_graphs.get((n_splits, kind))
+        graph = self._known.tokens.get((n_splits, kind))
         if graph is None:
             self._wait(len(self._weights.groups) - 1)
             launches = [
                 *self._launches(Shape(1, 1, False, n_splits)),
                 *self._sampling.launches(kind, self._logits(0), dependent=self._lowering.can_depend),
             ]
-            graph = self._token_graphs[n_splits, kind] = self._recorded(launches)
+            graph = self._known.tokens[n_splits, kind] = self._known.recorded(launches)
         if self._tracing is not None:
             self._tracing.begin("token")
         graph.launch(self._stream)
@@ -519,20 +483,6 @@ class CudaExecutor:
             self._tracing.collect()
         if self._device is not None:
             self._device.close()
-
-
-def _used(kept: "dict[Key, Kept]", key: "Key") -> "Kept | None":
-    """What is kept under a key, from now on as the last that was used; a dict's first is the one used longest ago."""
-    found = kept.pop(key, None)
-    if found is not None:
-        kept[key] = found
-    return found
-
-
-def _keep(kept: "dict[Key, Kept]", key: "Key", value: "Kept") -> "Kept | None":
-    """Keep SHAPES at most; returns what had to go."""
-    kept[key] = value
-    return kept.pop(next(iter(kept))) if len(kept) > SHAPES else None
 
 
 def _stamp_driver(times: "Mapping[str, float]") -> None:

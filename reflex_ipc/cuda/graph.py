@@ -1,4 +1,4 @@
-"""CUDA graphs: record launches once, replay them with one call.
+"""CUDA graphs: record launches once, replay them with one call; and which of them are kept.
 
 with stream.capture() as capture:
     for launch in launches: launch()
@@ -13,9 +13,19 @@ from reflex_ipc.errors import DeviceError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import TracebackType
+    from typing import TypeVar
 
     from reflex_ipc.cuda.device import Device, Stream
+    from reflex_ipc.cuda.launch import Launch
+
+    ShapeKey = tuple[int, int, bool, int, int]
+    Key = TypeVar("Key")
+    Value = TypeVar("Value")
+
+SHAPES = 16
+"""Shapes of steps whose launches are kept, and decisions whose graphs are: those used last."""
 
 
 class Capture:
@@ -91,3 +101,72 @@ class GraphExec(Resource):
     def _release(self) -> None:
         cu = self.device.cu
         cu.check(cu.cuGraphExecDestroy(self.handle), "destroying a graph")
+
+
+class Known:
+    """What is kept of steps on a stream whose shape may come again: their launches, and what was recorded of them.
+
+    `shapes`: launches by `places.Shape.key`; none where a shape was met once. `steps`: graphs of them. `tokens`: graphs
+    of decoding, by how many blocks share positions and how the next token is chosen.
+    """
+
+    __slots__ = ("_stream", "shapes", "steps", "tokens")
+
+    def __init__(self, stream: "Stream") -> None:
+        self._stream = stream
+        self.shapes: dict[ShapeKey, list[Launch]] = {}
+        self.steps: dict[ShapeKey, GraphExec] = {}
+        self.tokens: dict[tuple[int, str], GraphExec] = {}
+
+    def forget(self) -> None:
+        """An address that launches know became another."""
+        self.shapes.clear()
+        for graphs in (self.steps, self.tokens):
+            for graph in graphs.values():
+                graph.close()
+            graphs.clear()
+
+    def launches(self, key: "ShapeKey") -> "list[Launch] | None":
+        """Of a shape: none where it was met once, None where it is not known."""
+        return _used(self.shapes, key)
+
+    def keep(self, key: "ShapeKey", launches: "list[Launch]") -> None:
+        _keep(self.shapes, key, launches)
+
+    def replay(self, key: "ShapeKey") -> bool:
+        """Queue a known shape's launches with one call; False where it is not known. Recording them takes some
+        milliseconds."""
+        graph = _used(self.steps, key)
+        if graph is None:
+            launches = _used(self.shapes, key)
+            if not launches:
+                return False
+            graph = self.recorded(launches)
+            if (dropped := _keep(self.steps, key, graph)) is not None:
+                dropped.close()
+        graph.launch(self._stream)
+        return True
+
+    def recorded(self, launches: "Iterable[Launch]") -> GraphExec:
+        """Launches as a graph."""
+        with self._stream.capture() as capture:
+            for launch in launches:
+                launch()
+        try:
+            return capture.graph.instantiate()
+        finally:
+            capture.graph.close()
+
+
+def _used(kept: "dict[Key, Value]", key: "Key") -> "Value | None":
+    """What is kept under a key, from now on as the last that was used; a dict's first is the one used longest ago."""
+    found = kept.pop(key, None)
+    if found is not None:
+        kept[key] = found
+    return found
+
+
+def _keep(kept: "dict[Key, Value]", key: "Key", value: "Value") -> "Value | None":
+    """Keep SHAPES at most; returns what had to go."""
+    kept[key] = value
+    return kept.pop(next(iter(kept))) if len(kept) > SHAPES else None

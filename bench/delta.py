@@ -47,7 +47,6 @@ from reflex_ipc.cuda import families, launch  # noqa: E402
 from reflex_ipc.cuda.device import Device, start_driver  # noqa: E402
 from reflex_ipc.cuda.fuse import Group  # noqa: E402
 from reflex_ipc.cuda.launch import Kernels, Launch  # noqa: E402
-from reflex_ipc.cuda.lower import _GROUPS  # noqa: E402
 from reflex_ipc.cuda.places import Shape  # noqa: E402
 from reflex_ipc.ops import DeltaRule, Value  # noqa: E402
 
@@ -123,7 +122,7 @@ class Delta(layers.Layers):
 def main() -> int:
     device = start_driver(0, given.library).wait()
     kernels = Kernels(device, given.kernels or launch.LIB)
-    ways = ["whole", "apart", "rule"] if "delta" in _GROUPS else ["apart", "rule"]
+    ways = ["whole", "apart", "rule"]
     rows: list[dict[str, Any]] = []
     for model in given.shapes:
         n_head_k, n_head_v, n_layer = SHAPES[model]

@@ -44,7 +44,7 @@ import layers  # noqa: E402
 import measure  # noqa: E402
 import models  # noqa: E402
 
-from reflex_ipc.cuda import experts, families, launch  # noqa: E402
+from reflex_ipc.cuda import experts, families, launch, moe  # noqa: E402
 from reflex_ipc.cuda.device import Device, start_driver  # noqa: E402
 from reflex_ipc.cuda.fuse import Group  # noqa: E402
 from reflex_ipc.cuda.launch import Kernels, Launch  # noqa: E402
@@ -116,10 +116,10 @@ class Experts(layers.Layers):
         for layer, parts in enumerate(self.layers):
             op = parts[0] if what == "gate, up" else parts[3]
             n_in = self.plan.weights[op.weight].ne[0]
-            matrices = [families.matrix_of(self, each, self.at(op.out)) for each in parts[:2]]
+            matrices = [moe.matrix_of(self, each, self.at(op.out)) for each in parts[:2]]
             if what == "down":
-                matrices = [families.matrix_of(self, op, self.at(op.out))]
-            chosen = families.experts_of(self.plan, op, self.at(op.routes))
+                matrices = [moe.matrix_of(self, op, self.at(op.out))]
+            chosen = moe.experts_of(self.plan, op, self.at(op.routes))
             best = experts.grouped_shape(self.limits, matrices[0].type, width, warps)
             entry = Input(self.at(op.x), n, n_in, op.x.width)
             calls: list[Call] = experts.expert_linear(

@@ -86,11 +86,8 @@ class Latent(layers.Layers):
             self.take(name, tensor.nbytes + 16, BYTE)
         p = self.places
         p.control = self.take("control", 64)
-        sizes = [
-            latent.scratch_bytes(self.plan, op, n_most, n)
-            for op in made
-            for n in (0, latent.n_expanded(n_past + n_most))
-        ]
+        n_expanded = latent.n_expanded(n_past + n_most)
+        sizes = [latent.scratch_bytes(self.plan, op, n_most, n_expanded, absorbed=n_most) for op in made]
         p.scratch = self.take("scratch", max(sizes))
         p.cache = self.take("cache", self.layout.page_bytes * self.layout.pages(n_past + n_most))
         p.partial, p.tickets = self.take("partial", self.partial_bytes()), self.take("tickets", self.ticket_bytes())

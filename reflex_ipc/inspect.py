@@ -77,7 +77,7 @@ def add_plan(description: dict[str, Any], gguf: GGUF, context: int | None) -> No
 def _on_device(gguf: GGUF, plan: Plan, n_ctx: int) -> dict[str, Any] | None:
     """The same for a CUDA device, None for a model that runs on the CPU only: the file's own bytes, a half-precision
     cache in pages, recurrent states twice."""
-    from reflex_ipc.cuda import lower
+    from reflex_ipc.cuda import families
     from reflex_ipc.cuda.fuse import fused
     from reflex_ipc.cuda.places import PAGE, CacheLayout, Columns
     from reflex_ipc.cuda.room import working_space
@@ -85,7 +85,7 @@ def _on_device(gguf: GGUF, plan: Plan, n_ctx: int) -> dict[str, Any] | None:
     from reflex_ipc.errors import UnsupportedModelError
 
     try:
-        lower.check(plan)
+        families.check(plan)
     except UnsupportedModelError:
         return None
     layout, columns = CacheLayout(plan), Columns(fused(plan), plan.logits.name)

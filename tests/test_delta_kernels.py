@@ -14,11 +14,11 @@ from delta_reference import Data, Net, expected
 from emulator.build import library
 
 from reflex_ipc import archs, ops
-from reflex_ipc.cuda import families, launch
+from reflex_ipc.cuda import delta, families, launch
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.fuse import Group, alone, fused
 from reflex_ipc.cuda.launch import Kernels
-from reflex_ipc.cuda.lower import Lowering, check
+from reflex_ipc.cuda.lower import Lowering
 from reflex_ipc.cuda.places import Places, Shape
 from reflex_ipc.errors import UnsupportedModelError
 from reflex_ipc.gguf import GGUF
@@ -158,7 +158,7 @@ def test_any_pieces(bench, net: Net, seed: int) -> None:
 @pytest.fixture
 def by_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """All texts, however short."""
-    monkeypatch.setattr(families, "LEAST_CHUNKED", 1)
+    monkeypatch.setattr(delta, "LEAST_CHUNKED", 1)
 
 
 @pytest.mark.parametrize("hard", [False, True])
@@ -261,7 +261,7 @@ def test_heads_the_kernels_do_not_take_are_refused(fixtures: Path) -> None:
         odd = rule._replace(q=rule.q._replace(width=d * rule.n_head_k))
         changed = tuple(odd if op is rule else op for op in plan.ops)
         with pytest.raises(UnsupportedModelError, match=rf"keys of {d} and values of 16 numbers"):
-            check(plan._replace(ops=changed))
+            families.check(plan._replace(ops=changed))
 
 
 def test_the_benchmark_runs(emulated, tmp_path: Path) -> None:

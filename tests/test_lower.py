@@ -7,15 +7,17 @@ import json
 import math
 import subprocess
 import sys
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 from fakecuda import Fake, fail_each_call
 
 from reflex_ipc import archs
-from reflex_ipc.cuda import families, latent, launch, lower
+from reflex_ipc.cuda import families, latent, launch
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.executor import CudaExecutor
 from reflex_ipc.cuda.experts import expert_linear
@@ -28,7 +30,7 @@ from reflex_ipc.cuda.steps import mask_of
 from reflex_ipc.cuda.weights import Weights
 from reflex_ipc.errors import CancelledError, DeadlineError, OutOfMemoryError, ReflexError, UnsupportedModelError
 from reflex_ipc.gguf import GGUF
-from reflex_ipc.ops import LatentAttention, Value, inputs, scope
+from reflex_ipc.ops import LatentAttention, Op, Value, inputs, scope
 from reflex_ipc.plan import PARENT_NONE, Step
 from reflex_ipc.sampler import Sampler, Sampling
 
@@ -121,12 +123,20 @@ def test_what_has_no_kernel_is_refused_by_name(fixtures: Path) -> None:
     odd = attention._replace(k=attention.k._replace(width=12 * attention.n_head_kv))
     ops = tuple(odd if op is attention else op for op in plan.ops)
     with pytest.raises(UnsupportedModelError, match=r"blk\.0\.attn has keys of 12 numbers"):
-        lower.check(plan._replace(ops=ops))
+        families.check(plan._replace(ops=ops))
     tensor = plan.weights["blk.0.attn_norm.weight"]
     other = plan.weights["blk.0.attn_q.weight"].type
     weights = {**plan.weights, tensor.name: tensor._replace(type=other)}
     with pytest.raises(UnsupportedModelError, match=r"tensor blk\.0\.attn_norm\.weight is F16"):
-        lower.check(plan._replace(weights=weights))
+        families.check(plan._replace(weights=weights))
+
+
+def test_every_module_has_the_launches_that_are_said_to_be_there() -> None:
+    """And every op of `ops` is said to be somewhere."""
+    for module in set(families.MODULES.values()):
+        said = {of for of, where in families.MODULES.items() if where == module}
+        assert import_module(f"reflex_ipc.cuda.{module}").METHODS.keys() == said
+    assert set(get_args(Op)) == {of for of in families.MODULES if isinstance(of, type)}
 
 
 # The executor
@@ -615,7 +625,8 @@ executor.reserve(16)
 executor.forward(Step.text(range(16), 0, [15]))
 executor.close()
 heavy = {"numpy", "gguf", "jinja2", "cupy", "orjson", "json", "dataclasses", "argparse"}
-later = {f"reflex_ipc.cuda.{name}" for name in ("few", "gemm", "experts", "steps", "tracing")} | {"reflex_ipc.scores"}
+later = {f"reflex_ipc.cuda.{name}" for name in ("few", "gemm", "experts", "moe", "delta", "latent", "steps", "tracing")}
+later.add("reflex_ipc.scores")
 print(sorted((heavy | later) & set(sys.modules)))
 """
     path = fixtures / f"{name}.gguf"
@@ -627,6 +638,55 @@ print(sorted((heavy | later) & set(sys.modules)))
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [
+        ("qwen3", set()),
+        ("qwen3moe", {"moe", "experts"}),
+        ("qwen35", {"delta"}),
+        ("qwen35moe", {"delta", "moe", "experts"}),
+        ("deepseek2-lite", {"latent", "moe", "experts"}),
+    ],
+)
+def test_what_only_some_models_need_is_imported_before_the_device_is_there(
+    fake: Fake, fixtures: Path, name: str, needed: set[str]
+) -> None:
+    """All of it, so that nothing is imported once the device waits; and nothing for a model without such ops."""
+    program = """
+import sys
+from reflex_ipc import archs
+from reflex_ipc.cuda import device
+opening = device.start_driver(0, sys.argv[1])
+before, wait = set(), opening.wait
+def waits():
+    before.update(sys.modules)
+    return wait()
+opening.wait = waits
+from reflex_ipc.cuda.executor import CudaExecutor
+from reflex_ipc.gguf import GGUF
+from reflex_ipc.plan import Step
+gguf = GGUF.open(sys.argv[2])
+executor = CudaExecutor(gguf, archs.build(gguf), 64, opening=opening)
+executor.reserve(32)
+executor.forward(Step.text(range(16), 0, [15]))
+executor.forward(Step.text([1], 16, [0]))
+executor.close()
+own = {f"reflex_ipc.cuda.{name}": name for name in ("moe", "experts", "delta", "latent")}
+print(*sorted(own[name] for name in own if name in before))
+print(*sorted(own[name] for name in own if name in sys.modules))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, fake.path, fixtures / "exact" / f"{name}-f16.gguf"],
+        env={"FAKECUDA_KERNELS": str(KERNELS), "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    line = " ".join(sorted(needed))
+    assert (done.returncode, done.stdout) == (0, f"{line}\n{line}\n"), done.stderr
 
 
 @needs_kernels

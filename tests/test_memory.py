@@ -39,7 +39,7 @@ def test_models_for_the_cpu_only_say_nothing_of_a_device(fixtures: Path, monkeyp
         raise UnsupportedModelError("no kernel for one of its ops")
 
     assert set(needs(fixtures / "exact" / "deepseek3-f16.gguf", 256)) == {"cpu", "cuda"}
-    monkeypatch.setattr("reflex_ipc.cuda.lower.check", refuse)
+    monkeypatch.setattr("reflex_ipc.cuda.families.check", refuse)
     assert set(needs(fixtures / "exact" / "deepseek3-f16.gguf", 256)) == {"cpu"}
 
 

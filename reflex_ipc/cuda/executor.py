@@ -7,7 +7,7 @@ is out before anything that only later ones need is made.
 import time
 from struct import Struct
 
-from reflex_ipc.cuda import lower
+from reflex_ipc.cuda import families
 from reflex_ipc.cuda.buffers import Buffers
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.driver import gib
@@ -94,7 +94,7 @@ class CudaExecutor:
         try:
             opening = opening or start_driver(index)
             try:
-                lower.check(plan)
+                families.check(plan)
             except UnsupportedModelError:
                 opening.wait()  # of what is missing, a device is said first
                 raise

@@ -1,4 +1,4 @@
-"""Launches of latent attention: absorbed for a few tokens, expanded for a long step. See `lower`.
+"""Launches of latent attention: absorbed for a few tokens, expanded for a long step. See `families`.
 
 Absorbed (kernels/latent.cu), a query times its head's keys' matrix is compared with the latents themselves, which are
 mixed as they are and multiplied with the values' matrix at last. Expanded (kernels/expand.cu), every position's latent
@@ -23,21 +23,24 @@ So up to 64 tokens, for which there are buffers from the start, are absorbed.
 from struct import Struct
 
 from reflex_ipc import ops
-from reflex_ipc.cuda import families
+from reflex_ipc.cuda import experts
 from reflex_ipc.cuda.memory import aligned
 from reflex_ipc.cuda.places import PAGE, Cache
-from reflex_ipc.cuda.products import Input, Matrix
+from reflex_ipc.cuda.products import Experts, Input, Matrix
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from reflex_ipc.cuda.launch import Launch
     from reflex_ipc.cuda.lower import Lowering
     from reflex_ipc.cuda.places import Shape
+    from reflex_ipc.gguf import Tensor
     from reflex_ipc.plan import Plan
 
 LARGEST_RANK = 1024  # kernels/latent.cu
+SHARING = 4
+"""Heads of a block of absorbed attention where there are many: kernels/latent.cu."""
 EXPANDED = 256 << 20
 """Bytes of scratch for what is expanded at a time, of as many heads as there is room for; more where one takes more."""
 
@@ -71,12 +74,19 @@ def n_expanded(n_positions: int) -> int:
     return max(_LEAST_POSITIONS, 1 << (n_positions - 1).bit_length())
 
 
-def scratch_bytes(plan: "Plan", op: ops.LatentAttention, n_tokens: int, n_expanded: int) -> int:
-    """Room between launches for steps of up to so many tokens and expanded positions: those with none are absorbed."""
+def scratch_bytes(plan: "Plan", op: ops.LatentAttention, n_tokens: int, n_expanded: int, absorbed: int) -> int:
+    """Room between launches for steps of up to so many tokens and expanded positions; those of up to `absorbed` tokens
+    are absorbed, and all of them where no positions are expanded."""
     if not n_expanded or not can_expand(op):
         return _absorbed_bytes(plan, op, n_tokens)
     one, every = (_Room(plan, op, n_head, n_expanded, 0).end for n_head in (1, op.n_head))
-    return max(_absorbed_bytes(plan, op, min(n_tokens, families.ABSORBED)), min(every, max(one, EXPANDED)))
+    return max(_absorbed_bytes(plan, op, min(n_tokens, absorbed)), min(every, max(one, EXPANDED)))
+
+
+def decode_blocks(op: ops.LatentAttention) -> int:
+    """Blocks of a decoding step if none share positions; those of several heads count twice: the last one puts together
+    what all have left of each."""
+    return 2 * -(-op.n_head // SHARING)
 
 
 def latent_attention(low: "Lowering", op: ops.LatentAttention, shape: "Shape") -> "Iterator[Launch]":
@@ -90,6 +100,11 @@ def _widths(op: ops.LatentAttention) -> tuple[int, int, int]:
     """Numbers of a query, of its unrotated part, and of what a head makes of its mixed latents."""
     d_q = op.q.width // op.n_head
     return d_q, d_q - (op.latent.width - op.rank), op.out.width // op.n_head
+
+
+def _heads_of(tensor: "Tensor", op: ops.LatentAttention, ids: int = 0) -> Experts:
+    """Every head has a matrix of its own: heads are experts, and all of them are used."""
+    return Experts(ids, 0, op.n_head, tensor.nbytes // op.n_head, op.n_head)
 
 
 # Absorbed
@@ -107,8 +122,9 @@ def _absorbed_bytes(plan: "Plan", op: ops.LatentAttention, n_tokens: int) -> int
     """Room in the scratch for a step of up to so many tokens, absorbed."""
     between, need = aligned(sum(_between(op, n_tokens))), 0
     for name in op.weights:
-        heads = families.heads_of(plan, op, name)
-        size = families.expert_scratch(plan.weights[name], n_tokens, heads, per_expert=True)
+        tensor = plan.weights[name]
+        heads = _heads_of(tensor, op)
+        size = experts.expert_scratch_bytes(n_tokens, tensor.ne[0], tensor.type.name, heads, per_expert=True)
         need = max(need, between + size)
     return need
 
@@ -125,16 +141,16 @@ def _absorbed(low: "Lowering", op: ops.LatentAttention, shape: "Shape", cache: b
     arguments = _FIRST.pack(mixed, absorbed, low.at(op.q), mask, p.control) + cache
     arguments += _LATENT.pack(p.partial, p.tickets, n, n_head, rank, d_q, op.scale, 0)
     # Heads share a block, and what it reads of latents, where there are blocks for all multiprocessors all the same.
-    n_shared = -(-n_head // families.SHARING)
-    at_once = families.SHARING if shape.n_splits or n * n_shared >= low.multiprocessors else 1
+    n_shared = -(-n_head // SHARING)
+    at_once = SHARING if shape.n_splits or n * n_shared >= low.multiprocessors else 1
     grid = (-(-n_head // at_once), n, max(1, shape.n_splits))
     yield low.launch(f"attention_latent_{at_once}", grid, 256, [arguments], 4 * at_once * op.latent.width)
     entry = Input(mixed, n, rank, n_head * rank)
     values = low.plan.weights[op.weights[-1]]
     weight = low.weight(values.name) + (0 if len(op.weights) == 2 else d_nope * values.row_bytes)
     matrix = Matrix(values.type.name, weight, d_v, low.at(op.out), d_v)
-    heads = families.heads_of(low.plan, op, values.name, p.heads)
-    yield from families.expert_launches(low, entry, [matrix], heads, scratch, per_expert=True)
+    heads = _heads_of(values, op, p.heads)
+    yield from map(low.call, experts.expert_linear(low.limits, entry, [matrix], heads, scratch, per_expert=True))
 
 
 def _absorb(low: "Lowering", op: ops.LatentAttention, n: int, absorbed: int, scratch: int) -> "Iterator[Launch]":
@@ -145,8 +161,8 @@ def _absorb(low: "Lowering", op: ops.LatentAttention, n: int, absorbed: int, scr
     yield low.launch("slice", low.wide(numbers), 256, [plain, low.at(op.q), numbers, d_q, 0, d_nope])
     entry = Input(plain, n, d_nope, op.n_head * d_nope)
     matrix = Matrix(k_b.type.name, low.weight(k_b.name), op.rank, absorbed, op.rank)
-    heads = families.heads_of(low.plan, op, k_b.name, low.places.heads)
-    yield from families.expert_launches(low, entry, [matrix], heads, scratch, per_expert=True)
+    heads = _heads_of(k_b, op, low.places.heads)
+    yield from map(low.call, experts.expert_linear(low.limits, entry, [matrix], heads, scratch, per_expert=True))
 
 
 def _absorb_rows(low: "Lowering", op: ops.LatentAttention, n: int, absorbed: int, _: int) -> "Iterator[Launch]":
@@ -234,3 +250,6 @@ def _halves(low: "Lowering", op: ops.LatentAttention, room: _Room, head: int, n_
             room.plane if room.planes > 1 else 0,
         )
         yield low.launch("halve", (-(-n // 32), n_head, 1), 256, [arguments])
+
+
+METHODS: "dict[type | str, Callable[..., Iterator[Launch]]]" = {ops.LatentAttention: latent_attention}

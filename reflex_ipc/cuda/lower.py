@@ -2,18 +2,16 @@
 
 `Lowering.launches(shape)` gives the launches of a step, group after group. Nothing of them depends on the step's
 content: tokens, positions and the cache's fill are read from device memory (`Places`), so they are prepared once a
-shape.
+shape. Ops that only some models have, and which module has which op: `families`.
 """
 
 from struct import Struct
 
 from reflex_ipc import ops
 from reflex_ipc.cuda import families, linear
-from reflex_ipc.cuda.formats import FORMATS
 from reflex_ipc.cuda.memory import aligned
 from reflex_ipc.cuda.places import CACHE_BYTES, PAGE, Cache, CacheLayout, Columns, Places, Shape
 from reflex_ipc.cuda.products import Input, Matrix, limits_of
-from reflex_ipc.errors import UnsupportedModelError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,47 +25,12 @@ if TYPE_CHECKING:
     from reflex_ipc.ops import Value
     from reflex_ipc.plan import Plan
 
-LARGEST_HEAD = 256
 MIN_SHARE = 32  # positions that make a block of decoding's attention worth its start
 MAX_SPLITS = 64
 
 _HEADS = Struct(f"<7Q{CACHE_BYTES}s7if")
 _DECODE = Struct("<3Qfi")  # behind _HEADS
 _PREFILL = Struct(f"<4Q{CACHE_BYTES}s2if3i")
-
-
-def check(plan: "Plan") -> None:
-    """Raise UnsupportedModelError for a model that the kernels cannot run, naming the remedy where there is one."""
-    for op in plan.ops:
-        if why := _refusal(plan, op):
-            raise UnsupportedModelError(f"op {op.name} {why}; --backend cpu runs it")
-        for name in ops.weights(op):
-            kind = plan.weights[name].type.name
-            if kind not in FORMATS:
-                raise UnsupportedModelError(f"tensor {name} is {kind}, which nothing here computes with")
-            if kind != "F32" and name not in _matrices(op):
-                raise UnsupportedModelError(
-                    f"tensor {name} is {kind}; the CUDA kernels take F32 there, --backend cpu any type"
-                )
-
-
-def _refusal(plan: "Plan", op: "ops.Op") -> str | None:
-    """Why the kernels cannot run this op, or None."""
-    if type(op) not in _METHODS:
-        return f"({type(op).__name__}) has no CUDA kernel yet"
-    if isinstance(op, ops.Attention):
-        for width, what in ((op.k.width, "keys"), (op.v.width, "values")):
-            d = width // op.n_head_kv
-            if d % 8 or d > LARGEST_HEAD:
-                return f"has {what} of {d} numbers; CUDA kernels take multiples of 8 up to {LARGEST_HEAD}"
-    return families.refusal(plan, op)
-
-
-def _matrices(op: "ops.Op") -> "tuple[str, ...]":
-    """The weights of an op that may have any type."""
-    if isinstance(op, ops.Linear | ops.Embed | ops.ExpertLinear):
-        return (op.weight,)
-    return op.weights if isinstance(op, ops.LatentAttention) else ()
 
 
 def tables_of(plan: "Plan") -> "dict[tuple[Any, ...], ops.Rope]":
@@ -131,16 +94,18 @@ class Lowering:
             self._can_expand = families.can_expand(self.plan)
         if not self._can_expand:
             return 0
-        from reflex_ipc.cuda import latent
+        from reflex_ipc.cuda import latent  # only some models need it
 
         return latent.n_expanded(n_positions)
 
     def _least_blocks(self) -> int:
         if not self._blocks:  # every token of decoding asks
-            heads = [op.n_head_kv * _decode_shape(op)[2] for op in self._attentions]
-            # Blocks of several heads count twice: the last one puts together what all have left of each.
-            shared = [2 * -(-op.n_head // families.SHARING) for op in self.latents]
-            self._blocks = max(heads + shared, default=1)
+            blocks = [op.n_head_kv * _decode_shape(op)[2] for op in self._attentions]
+            if self.latents:
+                from reflex_ipc.cuda import latent  # only some models need it
+
+                blocks += map(latent.decode_blocks, self.latents)
+            self._blocks = max(blocks, default=1)
         return self._blocks
 
     def partial_bytes(self) -> int:
@@ -189,9 +154,9 @@ class Lowering:
 
     def launches_of(self, group: "Group", shape: Shape) -> "Iterator[Launch]":
         """The launches of one group."""
-        if group.kind == "op":
-            return _METHODS[type(group.parts[0])](self, group.parts[0], shape)
-        return _GROUPS[group.kind](self, group, shape)
+        of, what = (type(group.parts[0]), group.parts[0]) if group.kind == "op" else (group.kind, group)
+        method = METHODS.get(of) or families.method(of)
+        return method(self, what, shape)
 
     def at(self, value: "Value") -> int:
         """The address of a value."""
@@ -489,7 +454,7 @@ def _prefill_shape(d: int, d_v: int, *, exact: bool) -> tuple[str, int, int, int
     return (str(width), width, 64, 64) if width <= 128 else (str(width), width, 32, 32)
 
 
-_METHODS: "dict[type, Callable[..., Iterator[Launch]]]" = {
+METHODS: "dict[type | str, Callable[..., Iterator[Launch]]]" = {
     ops.Embed: Lowering._embed,
     ops.RmsNorm: Lowering._rms_norm,
     ops.Linear: Lowering._linear,
@@ -501,14 +466,8 @@ _METHODS: "dict[type, Callable[..., Iterator[Launch]]]" = {
     ops.Concat: Lowering._concat,
     ops.Gate: Lowering._gate,
     ops.SelectRows: Lowering._select_rows,
-    **families.METHODS,
-}
-
-_GROUPS: "dict[str, Callable[..., Iterator[Launch]]]" = {
     "linears": Lowering._linears,
     "swiglu": Lowering._linear_swiglu,
     "linear_add": Lowering._linear_add,
     "attention": Lowering._attention_group,
-    "delta": families.delta_group,
-    "experts": families.expert_group,
 }

@@ -51,7 +51,7 @@ def working_space(plan: "Plan", columns: Columns, n_tokens: int, n_positions: in
     64 MiB, beside what latents are expanded to."""
     need = 4 * (n_tokens * columns.width + columns.selected_width) + (64 << 20)
     if n_tokens > families.ABSORBED and families.can_expand(plan):
-        from reflex_ipc.cuda import latent
+        from reflex_ipc.cuda import latent  # only some models need it
 
         need += families.scratch_bytes(plan, n_tokens, latent.n_expanded(n_positions))
     return need
@@ -77,12 +77,12 @@ def largest_step(low: "Lowering") -> int:
     of `experts.tile_width`, and one more for each expert."""
     choices = [op.routes.width // 2 for op in low.plan.ops if isinstance(op, ExpertLinear)]
     if latents := families.latents(low.plan):
-        from reflex_ipc.cuda.latent import can_expand
+        from reflex_ipc.cuda.latent import can_expand  # only some models need it
 
         choices += [op.n_head for op in latents if not can_expand(op)]
     if not choices:
         return _GRID
-    from reflex_ipc.cuda.experts import tile_width
+    from reflex_ipc.cuda.experts import tile_width  # only some models need it
 
     return min(_GRID, (_GRID - _NOT_FULL) * tile_width(low.limits) // max(choices))
 

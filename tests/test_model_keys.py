@@ -74,6 +74,15 @@ def test_keys_that_say_what_is_so_anyway(parts, fixtures: Path, tmp_path: Path, 
         assert archs.build(gguf).ops == archs.build(own).ops
 
 
+def test_dense_layers_alone_need_no_keys_of_experts(parts, tmp_path: Path) -> None:
+    p = parts("deepseek3")
+    assert p.key("leading_dense_block_count") == 1
+    p.tensors = {name: tensor for name, tensor in p.tensors.items() if not name.startswith(("blk.1.", "blk.2."))}
+    p.set(block_count=1, **{key.partition(".")[2]: None for key in list(p.metadata) if ".expert_" in key})
+    with GGUF.open(p.write(tmp_path / "changed.gguf")) as gguf:
+        assert not any(isinstance(op, ops.Route) for op in archs.build(gguf).ops)
+
+
 @pytest.mark.parametrize("attn_factor", [0.5, 2.0])
 def test_attn_factor_multiplies_the_magnitude(parts, tmp_path: Path, attn_factor: float) -> None:
     """Of DeepSeek's rotation, too, whose magnitude is otherwise 1."""

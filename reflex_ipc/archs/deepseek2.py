@@ -1,5 +1,7 @@
 """deepseek2 (DeepSeek-V2, V2-Lite, V3, R1): latent attention, a few dense layers, then experts beside a shared one."""
 
+from collections.abc import Callable
+
 from reflex_ipc.archs import dense, hparams, moe
 from reflex_ipc.archs.hparams import Hparams, yarn_magnitude
 from reflex_ipc.errors import ModelFileError, UnsupportedModelError
@@ -16,11 +18,12 @@ def build(b: Builder) -> Plan:
     n_layer = h.n_layer - hparams.n_nextn(b.gguf, b.arch, h.n_layer)
     n_dense = b.gguf.int(f"{b.arch}.leading_dense_block_count", 0)
     rope, scale = _rope(b, h)
+    expert_ffn = _expert_ffn(b) if n_dense < n_layer else None  # whose keys a file of dense layers may lack
     x = b.embed(h.n_embd, h.n_vocab)
     for i in b.layers(n_layer):
         x = _attention(b, h, rope, scale, x)
         a = b.rms_norm(x, "ffn_norm", h.eps)
-        x = b.add(x, dense.swiglu_ffn(b, h, a) if i < n_dense else _experts(b, a), "ffn_residual")
+        x = b.add(x, expert_ffn(a) if expert_ffn and i >= n_dense else dense.swiglu_ffn(b, h, a), "ffn_residual")
     logits = b.head(x, h.n_vocab, h.eps)
     # Experimental files keep keys' matrices both ways: the whole is used, and its parts are not.
     parts = [f"blk.{i}.attn_{part}_b." for i in range(n_layer) if _is_whole(b, i) for part in "kv"]
@@ -91,7 +94,7 @@ def _attention(b: Builder, h: Hparams, rope: Rope, scale: float, x: Value) -> Va
     return b.add(x, b.linear(o, "attn_output", h.n_embd), "attn_residual")
 
 
-def _experts(b: Builder, a: Value) -> Value:
+def _expert_ffn(b: Builder) -> Callable[[Value], Value]:
     n_expert, n_used = moe.counts(b)
     n_ff = moe.width(b, "expert_feed_forward_length")
     n_shared = moe.width(b, "expert_shared_count")
@@ -99,17 +102,24 @@ def _experts(b: Builder, a: Value) -> Value:
     if number not in _GATING:
         raise UnsupportedModelError(f"{b.gguf.path}: {b.arch}.expert_gating_func is {number}; known are 1 and 2")
     gating = _GATING[number]
-    routes = b.route(
-        b.linear(a, "ffn_gate_inp", n_expert),
-        n_used,
-        gating=gating,
-        bias=b.weight("exp_probs_b.bias", n_expert) if b.has("exp_probs_b.bias") else None,
-        groups=_groups(b, n_expert, n_used),
-        top2=gating == "sigmoid",  # V2 scores a group by its best expert, V3 by its two best
-        normalise=b.gguf.bool(f"{b.arch}.expert_weights_norm", False),
-        scale=b.gguf.float(f"{b.arch}.expert_weights_scale", 0.0) or 1.0,
-    )
-    return b.add(moe.experts(b, a, routes, n_ff, n_expert), moe.shared_expert(b, a, n_ff * n_shared), "ffn_out")
+    groups = _groups(b, n_expert, n_used)
+    normalise = b.gguf.bool(f"{b.arch}.expert_weights_norm", False)
+    scale = b.gguf.float(f"{b.arch}.expert_weights_scale", 0.0) or 1.0
+
+    def ffn(a: Value) -> Value:
+        routes = b.route(
+            b.linear(a, "ffn_gate_inp", n_expert),
+            n_used,
+            gating=gating,
+            bias=b.weight("exp_probs_b.bias", n_expert) if b.has("exp_probs_b.bias") else None,
+            groups=groups,
+            top2=gating == "sigmoid",  # V2 scores a group by its best expert, V3 by its two best
+            normalise=normalise,
+            scale=scale,
+        )
+        return b.add(moe.experts(b, a, routes, n_ff, n_expert), moe.shared_expert(b, a, n_ff * n_shared), "ffn_out")
+
+    return ffn
 
 
 def _groups(b: Builder, n_expert: int, n_used: int) -> tuple[int, int]:

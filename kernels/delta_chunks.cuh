@@ -255,7 +255,7 @@ struct ChunkMemory {
     float4 parts[COLUMNS / 16][SLICES][4][WARP];  // of K S and of Q S, tokens 0-7 and 8-15, what a slice of rows is in them
 };
 
-// As reflex_ipc/cuda/families.py has them.
+// As reflex_ipc/cuda/delta.py has them.
 static_assert(sizeof(ChunkKeys) == 16384 && sizeof(ChunkGates) == 2192);
 static_assert(sizeof(ChunkMemory) == 60192);
 

@@ -86,26 +86,42 @@ def test_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: s
     program.chmod(0o755)
     monkeypatch.setattr(sanitize, "selection", lambda: ["a", "smoke: b"])
     monkeypatch.setattr(sanitize, "every_kernel", lambda: {"k", "l"})
-    said = sanitize.sanitize(str(program), "racecheck", tmp_path, 1)
+    said = sanitize.sanitize(sanitize.Processes(), str(program), "racecheck", tmp_path, 1)
     assert verdict in said
     assert (said.startswith("racecheck: clean; ") and "nothing left out; every kernel" in said) == (script == "")
 
 
-def test_ctrl_c(tmp_path: Path) -> None:
-    """Nothing is left running, and it ends then and not at its limit."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ended_by_a_signal(tmp_path: Path, number: int) -> None:
+    """Nothing is left running, what its processes run neither, and it ends then and not at its limit."""
     program, started = tmp_path / "compute-sanitizer", tmp_path / "started"
-    program.write_text(f"#!/bin/sh\necho $$ >> {started}\nexec sleep 60\n")
-    started.touch()
+    program.write_text(f"#!/bin/sh\nsleep 60 &\necho $$ $! >> {started}\nwait\n")
     program.chmod(0o755)
+    started.touch()
     command = [sys.executable, ROOT / "tools" / "sanitize.py", tmp_path / "out", "--tool", "memcheck"]
     path = f"{tmp_path}:{os.environ['PATH']}"
     with subprocess.Popen(command, env={**os.environ, "PATH": path}, stderr=subprocess.PIPE) as process:
         until = time.monotonic() + 30
-        while len(started.read_text().split()) < sanitize.PROCESSES:
+        while len(started.read_text().split()) < 2 * sanitize.PROCESSES:
             assert time.monotonic() < until
             time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        process.wait(30)
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number and process.stderr.read() == b""
     for pid in started.read_text().split():
-        assert not Path(f"/proc/{pid}").exists()
-    assert process.returncode == 130
+        await_gone(int(pid))
+
+
+def await_gone(pid: int, seconds: float = 10) -> None:
+    """A grandchild is reaped by whoever inherits it."""
+    until = time.monotonic() + seconds
+    while Path(f"/proc/{pid}").exists() and f"{pid} (sleep) Z" not in Path(f"/proc/{pid}/stat").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_nothing_starts_once_they_are_ended(tmp_path: Path) -> None:
+    """As by a signal that comes while they are being started."""
+    processes = sanitize.Processes()
+    processes.end()
+    assert processes.run(["touch", tmp_path / "ran"], tmp_path / "log", 10) is None
+    assert not (tmp_path / "ran").exists()

@@ -20,7 +20,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from threading import Lock
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -38,8 +42,41 @@ MODELS = (
 )
 FOUND = 9
 """The sanitizer's exit code where it found something; ours would be another."""
-running: set["subprocess.Popen[bytes]"] = set()
-"""Each with a process group of its own, which has what it runs in it."""
+ENDED_BY = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+
+
+class Processes:
+    """What runs, each in a process group with what it runs itself; ended together, once and for all."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._is_over = False
+
+    def run(self, command: Sequence[str | Path], log: Path, limit_s: float) -> int | None:
+        """The exit code; None where it was out of time."""
+        with open(log, "wb") as file:
+            with self._lock:
+                if self._is_over:
+                    return None
+                process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+                self._running.add(process)
+            try:
+                return process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                return None
+            finally:
+                with self._lock:
+                    self._running.discard(process)
+
+    def end(self) -> None:
+        with self._lock:
+            self._is_over = True
+            for process in self._running:
+                with suppress(ProcessLookupError):  # it has just ended by itself
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 def selection() -> list[str]:
@@ -122,7 +159,7 @@ def run(tool: str, claims: Path, until: float) -> int:
     return 0
 
 
-def sanitize(program: str, tool: str, out: Path, limit_s: float) -> str:
+def sanitize(processes: Processes, program: str, tool: str, out: Path, limit_s: float) -> str:
     """One tool over everything; what came of it, in a line or two."""
     until = time.monotonic() + 0.7 * limit_s  # nothing is begun later
     # Driver calls that fail are the driver layer's to report; some are expected to, where a device lacks something.
@@ -130,21 +167,9 @@ def sanitize(program: str, tool: str, out: Path, limit_s: float) -> str:
     command += ["--error-exitcode", str(FOUND), "--print-limit", "20", sys.executable, __file__, "--tool", tool]
     logs = [out / f"{tool}-{number}.log" for number in range(PROCESSES)]
 
-    def process(log: Path) -> int | None:
-        with open(log, "wb") as file:
-            whole = [*command, "--until", str(until), "--claims", claims]
-            with subprocess.Popen(whole, stdout=file, stderr=subprocess.STDOUT, start_new_session=True) as started:
-                running.add(started)
-                try:
-                    return started.wait(limit_s)
-                except subprocess.TimeoutExpired:
-                    os.killpg(started.pid, signal.SIGKILL)
-                    return None
-                finally:
-                    running.discard(started)
-
     with tempfile.TemporaryDirectory() as claims, ThreadPoolExecutor(PROCESSES) as pool:
-        codes = list(pool.map(process, logs))
+        whole = [*command, "--until", str(until), "--claims", claims]
+        codes = list(pool.map(lambda log: processes.run(whole, log, limit_s), logs))
     lines = [line for log in logs for line in log.read_text(errors="replace").splitlines()]
     failures = [code for code in codes if code not in (0, FOUND, None)]
     worst = FOUND if FOUND in codes else failures[0] if failures else None if None in codes else 0
@@ -169,6 +194,12 @@ def every_kernel() -> set[str]:
         return set(Kernels(device).names())
 
 
+def _end(number: int, _: object) -> NoReturn:
+    for each in ENDED_BY:  # a second one would cut the end short
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, description="The kernels under compute-sanitizer.")
     parser.add_argument("out", type=Path, nargs="?", default=ROOT / "build", help="folder of the logs")
@@ -186,13 +217,16 @@ def main() -> int:
         return 1
     options.out.mkdir(parents=True, exist_ok=True)
     tools = options.tool or TOOLS
+    processes = Processes()
+    for number in ENDED_BY:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _end)
     with ThreadPoolExecutor(len(tools)) as pool:
         try:
-            found = list(pool.map(lambda tool: sanitize(program, tool, options.out, options.limit), tools))
-        except KeyboardInterrupt:
-            for each in tuple(running):
-                os.killpg(each.pid, signal.SIGKILL)  # the threads wait for them
-            return 128 + signal.SIGINT
+            one = partial(sanitize, processes, program)
+            found = list(pool.map(lambda tool: one(tool, options.out, options.limit), tools))
+        finally:
+            processes.end()  # after a signal; the threads wait for them
     print(*found, sep="\n")
     return 0 if all(": clean; " in text and "nothing left out; every kernel" in text for text in found) else 1
 

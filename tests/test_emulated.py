@@ -89,6 +89,26 @@ def test_gate_and_up_in_one_tensor(opened, fixtures: Path, tmp_path: Path, fuse:
         assert executor.logits().tobytes() == apart.logits().tobytes()
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen35"])
+def test_tokens_behind_a_prompt_that_needs_more_room(opened, name: str) -> None:
+    """Buffers move, and graphs of decoding know where they were: as of an executor that saw this prompt alone."""
+
+    def tokens(executor: cuda.CudaExecutor, prompt: list[int]) -> list[int]:
+        executor.reset()
+        executor.reserve(len(prompt) + 8)
+        executor.forward(Step.text(prompt, 0, [len(prompt) - 1]))
+        answer = executor.decode(Sampler(Sampling(), executor.plan.n_vocab, prompt))
+        found = [next(answer).id for _ in range(5)]
+        answer.close()
+        return found
+
+    used, _, reference = opened(name)
+    alone, _, _ = opened(name)
+    ids = reference["long_ids"].tolist()
+    tokens(used, ids[:10])
+    assert tokens(used, ids[:120]) == tokens(alone, ids[:120])
+
+
 @pytest.mark.parametrize("name", ["large/qwen3", "large/llama"])
 def test_activations_beyond_half_precision(opened, name: str) -> None:
     """The cache and attention, with values and scores that half precision does not hold."""
@@ -253,7 +273,7 @@ def test_logits_of_a_router_that_are_no_numbers(opened, name: str) -> None:
         for op in group.parts:
             if isinstance(op, Route):
                 x = run.values[op.logits.name] = run[op.logits].copy()
-                x[0], x[1, ::2], x[2, 1:], x[3] = np.nan, np.nan, np.nan, -np.inf
+                x[0], x[1, -1], x[2, 1:], x[3] = np.nan, np.nan, np.nan, -np.inf
                 x[4, 3] = np.inf
         return {value.name: run[value].astype(np.float32).tobytes() for value in group.inputs}
 

@@ -31,9 +31,7 @@ OPENINGS = 200 if os.environ.get("REFLEX_FORCE_PTX") != "1" else 20  # there eac
 APART = OPENINGS // 10  # openings between two looks at the process
 
 OPEN_AND_CLOSE = """
-import json, os, sys
-from reflex_ipc.cuda.device import Device
-from reflex_ipc.cuda.launch import Kernels
+import ctypes, json, os, sys
 from reflex_ipc.engine import Engine
 
 def now():
@@ -42,20 +40,22 @@ def now():
             "rss": 1024 * int(status["VmRSS"].split()[0])}
 
 openings, apart = int(sys.argv[2]), int(sys.argv[3])
-used, bare, answers, names = [], [], set(), []
+used, bare, answers, images = [], [], set(), []
 for number in range(1, openings + 1):
     with Engine.open(sys.argv[1], backend="cuda") as engine:
         answers.add(tuple(t.id for t in engine.generate([5, 6, 7], max_tokens=4, ignore_eos=True)))
         engine.score("once", [" a", " the end"])
-        names = list(engine._executor._kernels._functions)
+        if number == 1 and not engine._executor._kernels.is_ptx:
+            images = [open(module.path, "rb").read() for module in engine._executor._kernels._modules.values()]
     if number % apart == 0:
         used.append(now())
 assert len(answers) == 1, answers
+cu, context, module = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_void_p()
 for number in range(1, openings + 1):
-    with Device(0) as device:
-        kernels = Kernels(device)
-        for name in names:
-            kernels.function(name)
+    assert cu.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == cu.cuCtxSetCurrent(context) == 0
+    for image in images:
+        assert cu.cuModuleLoadDataEx(ctypes.byref(module), image, 0, None, None) == 0
+    assert cu.cuDevicePrimaryCtxRelease_v2(0) == 0
     if number % apart == 0:
         bare.append(now())
 print(json.dumps([used, bare]))
@@ -94,7 +94,7 @@ def test_two_hundred_models_opened_and_closed(device: Device, kernels: Kernels, 
     used, bare = json.loads(result.stdout)
     assert {(look["fds"], look["threads"]) for look in used} == {(used[0]["fds"], used[0]["threads"])}
     # The smallest thing that could be lost each time, a stack of a thread or a buffer of the ring, is megabytes. What
-    # the driver keeps of a context with these kernels and nothing else is its own, and comes unevenly.
+    # the driver keeps of a context with the same kernels and nothing else is its own, and comes unevenly.
     # Where each opening compiles its kernels, the driver's compiler keeps 600 kB of it.
     if not kernels.is_ptx:
         ours, drivers = (median(b["rss"] - a["rss"] for a, b in pairwise(looks)) for looks in (used, bare))

@@ -263,7 +263,7 @@ def test_legacy_files_on_the_references_inputs(
 @pytest.mark.parametrize("name", ["qwen3moe", "deepseek3"])
 @np.errstate(invalid="ignore")
 def test_logits_of_a_router_that_are_no_numbers(opened, name: str) -> None:
-    """Experts are real ones whatever is in the logits, and weights are NaN where it is in what is chosen by."""
+    """Experts are real ones whatever is in the logits, and weights are NaN where those are not finite."""
     executor, gguf, _ = opened(name)
     weights, states = Weights(gguf, executor.plan, 2), States(executor.plan.states)
     states.reserve(8)
@@ -285,7 +285,7 @@ def test_logits_of_a_router_that_are_no_numbers(opened, name: str) -> None:
                 seen += 1
                 ids, parts = np.split(np.frombuffer(left[op.out.name], np.float32).reshape(6, -1), 2, axis=1)
                 assert (ids == ids.astype(int)).all() and ids.min() >= 0 and ids.max() < op.logits.width
-                assert np.isnan(parts[:3]).all() and not np.isnan(parts[5]).any()
+                assert np.isnan(parts[:5]).all() and not np.isnan(parts[5]).any()
                 assert (np.isnan(parts) == np.isnan(run[op.out][:, op.n_used :])).all()
                 assert np.abs(np.concatenate([ids, parts], axis=1)[5] - run[op.out][5]).max() <= 1e-6
                 run.values[op.out.name] = np.nan_to_num(run[op.out])
@@ -293,23 +293,23 @@ def test_logits_of_a_router_that_are_no_numbers(opened, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "broken"),
+    ("name", "broken", "by"),
     [
-        ("qwen3moe", "ffn_norm.weight"),
-        ("deepseek3", "ffn_norm.weight"),
-        ("deepseek3", "exp_probs_b.bias"),
-        ("deepseek3", "ffn_gate_inp.weight"),
+        ("qwen3moe", "ffn_norm.weight", np.nan),
+        ("deepseek3", "ffn_norm.weight", np.nan),
+        *(("deepseek3", "exp_probs_b.bias", by) for by in (np.nan, np.inf, -np.inf)),
+        *(("deepseek3", "ffn_gate_inp.weight", by) for by in (np.nan, np.inf, -np.inf)),
     ],
 )
 def test_a_broken_file_of_experts_ends_in_an_error(
-    opened, fixtures: Path, tmp_path: Path, name: str, broken: str
+    opened, fixtures: Path, tmp_path: Path, name: str, broken: str, by: float
 ) -> None:
-    """NaN before a router or in it: no expert beyond the last is read, and the sampler says what the logits became."""
+    """Not finite before a router or in it: no expert beyond the last is read, and the sampler says what came of it."""
     raw = bytearray((fixtures / f"exact/{name}-f16.gguf").read_bytes())
     places = [at for tensor, (_, _, at) in read_plainly(bytes(raw))[1].items() if tensor.endswith(broken)]
     assert places
     for at in places:
-        raw[at : at + 4] = np.float32(np.nan).tobytes()
+        raw[at : at + 4] = np.float32(by).tobytes()
     (tmp_path / "broken.gguf").write_bytes(raw)
     with (
         Engine.open(tmp_path / "broken.gguf", backend="cpu") as engine,

@@ -81,7 +81,7 @@ class Buffers:
         partial, tickets = aligned(self._lowering.partial_bytes()), self._lowering.ticket_bytes() + 4
         sizes = [partial, tickets, len(frequencies), len(counted), 2 * n_recurrent]
         arena = device.arena(sum(map(aligned, sizes)), "partial results and recurrent states")
-        p.partial = arena.take(partial, "partial results")
+        p.partial, self._partial_size = arena.take(partial, "partial results"), partial
         p.tickets = arena.take(tickets, "counters")
         p.zero = p.tickets + tickets - 4
         self._stream.fill(p.tickets, 0, tickets)
@@ -153,7 +153,7 @@ class Buffers:
         sizes = {_ANCESTORS: 0 if is_small else ancestor_bytes(n_tokens), _BRANCHES: self._branch(n_tokens)}
         if any(self._size(what) < size for what, size in sizes.items() if what in self._rooms):
             self._forget()
-        p.branches = self._room(_BRANCHES, sizes[_BRANCHES])
+        p.branches = self._room(_BRANCHES, sizes[_BRANCHES]) if sizes[_BRANCHES] else 0
         p.parents = p.ancestors if is_small else self._room(_ANCESTORS, sizes[_ANCESTORS])
         p.mask = p.parents + 4 * n_tokens
 
@@ -209,8 +209,9 @@ class Buffers:
         self._backed = self._layout.pages(n_tokens) * PAGE
 
     def hold_scores(self, size: int) -> int:
-        """The address of room for log-probabilities, which no launch that is kept knows."""
-        return self._room("log-probabilities", size)
+        """The address of room for log-probabilities: where decoding's attention has its partial results, or where that
+        is too little, memory that no launch that is kept knows."""
+        return self.places.partial if size <= self._partial_size else self._room("log-probabilities", size)
 
     def hold_answers(self) -> None:
         """Page-locked memory for log-probabilities, `answers`: it takes milliseconds, and is asked for once."""

@@ -271,6 +271,19 @@ def test_a_first_decision_asks_for_what_its_prompt_does(fake: Fake, kernels, fix
 
 
 @needs_kernels
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_first_decision_of_a_few_candidates_takes_no_memory(fake: Fake, kernels, fixtures: Path, name: str) -> None:
+    """But for the states behind a tree's tokens, where a family has any."""
+    tree = Step([1] * 8, [*range(5), 5, 6, 5], [*range(-1, 4), 4, 5, 4], [4, 5, 6, 7], 5)
+    with GGUF.open(fixtures / "exact" / f"{name}-f16.gguf") as gguf:
+        calls = calls_of(
+            fake, (gguf, archs.build(gguf)), lambda executor: executor.score(tree, [[1, 2], [3], [4], [5]])
+        )
+    assert calls.count("cuMemAlloc_v2") == (name in ("qwen35", "qwen35moe", "qwen3next"))
+    assert not [call for call in calls if call.startswith(("cuMemFree", "cuMemHost", "cuMemCreate"))]
+
+
+@needs_kernels
 def test_a_first_decision_of_a_session_is_one_that_comes_again(fake: Fake, kernels, model) -> None:
     """Whoever asks for progress has all weights before the first step, which then waits for none."""
     gguf, plan = model
@@ -522,7 +535,7 @@ def test_a_text_that_grows_is_expanded_in_room_that_grows(
         assert (addresses[0] != addresses[3]) == (not n_reserved)
         assert {"halve", "expand", "attention_prefill_exact"} <= launched
         assert places.expanded_capacity == 4096
-        executor.forward(Step.text(range(8), 2760, range(8)))  # other buffers, for as many as before
+        executor.forward(Step.text(range(9), 2760, range(9)))  # other buffers, for as many as before
         assert places.expanded_capacity == 4096 and addresses[-1] != (places.values, places.scratch)
         executor.close()
 

@@ -11,7 +11,7 @@ from reflex_ipc.cuda import families, lower
 from reflex_ipc.cuda.driver import gib
 from reflex_ipc.cuda.memory import aligned
 from reflex_ipc.cuda.places import PAGE, CacheLayout
-from reflex_ipc.cuda.room import LEAST_TOKENS, Room, ancestor_bytes, largest_step, step_limit
+from reflex_ipc.cuda.room import LEAST_ROWS, LEAST_TOKENS, Room, ancestor_bytes, largest_step, step_limit
 from reflex_ipc.cuda.sampling import CONTROL
 from reflex_ipc.errors import OutOfMemoryError
 
@@ -66,7 +66,7 @@ class Buffers:
         self._has_asked = False  # for room for them
         self._granted = 0, 0  # tokens of a step that memory holds, and the positions with it: counting takes 1 ms
         self._make_fixed()
-        self._hold_values(LEAST_TOKENS, 1, 0)
+        self._hold_values(LEAST_TOKENS, LEAST_ROWS, 0)
 
     def _make_fixed(self) -> None:
         """What no step changes the size of: rotary frequencies, room for partial results, counters."""

@@ -25,7 +25,7 @@ _THREADS, _PART = 512, 8192
 def rounded(step: Step) -> Step:
     """A short step with tokens that nothing sees, and its last row again, up to multiples of ROUNDED: the same launches
     then serve it whatever its length. Making them takes milliseconds, the tokens next to nothing: a block multiplies as
-    many rows as the next of `formats.WIDTHS` anyway."""
+    many rows as the next of `formats.WIDTHS` anyway. They are routed like others, though."""
     n, more = len(step.tokens), -len(step.tokens) % ROUNDED
     if n > FEW or not step.rows:
         return step

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ROUNDED = 8
 """Tokens of a short step that is scored, and rows of it, come in multiples of this."""
-KERNELS = "score_parts", "score_rows"  # of kernels/score.cu
+KERNELS = PARTS, ROWS = "score_parts", "score_rows"  # of kernels/score.cu
 _THREADS, _PART = 512, 8192
 
 
@@ -84,14 +84,14 @@ def log_probabilities(
     mail = answers if answers is not None and 4 * n_answers <= answers.size else None
     out = first + len(words) if mail is None else mail.device_address
     stream.to_device(first, words)
-    launches = (
-        ((n_parts, n_rows, 1), [at, logits, n_vocab]),
+    for name, grid, arguments in (
+        (PARTS, (n_parts, n_rows, 1), [at, logits, n_vocab]),
         (
+            ROWS,
             (n_rows, 1, 1),
             [out, out + 4 * n_targets, at, n_parts, logits, first, first + 4 * len(starts), n_vocab],
         ),
-    )
-    for name, (grid, arguments) in zip(KERNELS, launches, strict=True):
+    ):
         kernels.function(name).prepare(grid, (_THREADS, 1, 1), arguments, stream)()
     numbers = Struct(f"<{n_answers}f")
     if mail is None:

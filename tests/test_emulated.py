@@ -432,6 +432,30 @@ def test_scores_are_the_references(opened, name: str) -> None:
     assert np.linalg.norm(executor.logits() - reference.logits()) <= BOUND * np.linalg.norm(reference.logits())
 
 
+@pytest.mark.parametrize(
+    "step",
+    [Step.text([5], 0, [0]), Step.text([5, 6, 7], 0, [2]), Step([5, 6, 7, 9], [0, 1, 2, 2], [-1, 0, 1, 1], [1, 2], 2)],
+    ids=["one token", "text", "tree"],
+)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3moe", "qwen35", "deepseek3"])
+def test_a_first_decision_is_the_references(opened, name: str, step: Step) -> None:
+    """While weights are on their way it runs as it is; the one behind it in a shape that others have, too."""
+    executor, gguf, fixture = opened(name)
+    reference = ReferenceExecutor(gguf, executor.plan, 256)
+    targets = [[9, 12, 13], [10]][: len(step.rows)]
+    for each in (executor, reference):
+        each.reserve(8)
+    wanted = reference.score(step, targets)
+    deviation = BOUND * np.sqrt(np.square(fixture["logits"].astype(np.float64)).mean())
+    for _ in range(2):
+        executor.reset()
+        got = executor.score(step, targets)
+        assert executor.n_past == step.n_keep and executor.logits().shape == (len(step.rows), executor.plan.n_vocab)
+        for a, b in zip([*got.logprobs, got.logsumexps], [*wanted.logprobs, wanted.logsumexps], strict=True):
+            assert np.abs(np.subtract(a, b)).max() <= 4 * deviation  # as of a long step's scores
+    assert [key[0] for key in executor._known.shapes] == [8]
+
+
 @pytest.mark.parametrize("name", ["qwen2", "qwen35", "deepseek3"])
 def test_a_neutral_context_of_several_tokens(opened, name: str) -> None:
     """A second root that is a line of its own, below which the candidates stand again."""

@@ -305,7 +305,7 @@ class CudaExecutor:
         if known:
             yield from known
             return
-        is_loaded = self._waited == len(self._weights.groups) - 1
+        is_loaded = self._is_loaded
         is_new = known is None and not comes_again
         self._lowering.is_dependent = is_loaded and self._lowering.can_depend
         self._lowering.is_passing = is_new or not is_loaded
@@ -344,6 +344,11 @@ class CudaExecutor:
         if is_loaded and not is_long:
             self._known.keep(shape.key, made)
 
+    @property
+    def _is_loaded(self) -> bool:
+        """Whether what is queued from here on finds all weights on the device."""
+        return self._waited == len(self._weights.groups) - 1
+
     def _wait(self, index: int) -> None:
         """What is queued from here on finds the weights' group `index`, and those before it, on the device."""
         while self._waited < index:
@@ -359,6 +364,8 @@ class CudaExecutor:
             progress("weights", queued, total)
             time.sleep(REPORT_EVERY)
         self._upload.join()
+        self._wait(len(self._weights.groups) - 1)
+        self._upload.stamp()
         progress("weights", total, total)
 
     # Logits
@@ -379,10 +386,12 @@ class CudaExecutor:
     def score(self, step: Step, targets: "Sequence[Sequence[int]]", poll: "Poll | None" = None) -> "ScoredRows":
         """Run a step; the log-probabilities of each row's targets, and its logsumexp. Logits never leave the device;
         those of HEAD_ROWS rows are held at once."""
-        from reflex_ipc.cuda.steps import log_probabilities, rounded, score_bytes
+        from reflex_ipc.cuda.steps import KERNELS, log_probabilities, rounded, score_bytes
         from reflex_ipc.scores import ScoredRows
 
         n_vocab = self.plan.n_vocab
+        for name in KERNELS:
+            self._kernels.function(name)  # loaded here, not behind a first step's wait for weights
         starts = range(0, len(step.rows), HEAD_ROWS)
         n_most = max(sum(map(len, targets[start : start + HEAD_ROWS])) for start in starts)
         at = self._buffers.hold_scores(score_bytes(min(HEAD_ROWS, len(step.rows)), n_most, n_vocab))
@@ -392,7 +401,9 @@ class CudaExecutor:
         for start in starts:
             rows = step.rows[start : start + HEAD_ROWS]
             if start == 0:
-                first = rounded(step._replace(rows=rows))
+                first = step._replace(rows=rows)
+                if self._is_loaded:  # else no launch is kept, and experts would be fetched for what nothing sees
+                    first = rounded(first)
                 self._forward(first, poll, comes_again=len(first.tokens) <= FEW)
             else:
                 self._head(len(step.tokens), rows, poll)

@@ -417,16 +417,16 @@ def test_scores_are_the_references(opened, name: str) -> None:
         assert np.abs(np.subtract(a, b)).max() < 5e-3
     assert executor.n_past == 3
     # Another tree of nearly that size takes the same launches, to its own answers.
-    assert len(executor._known.shapes) <= 1
+    assert len(executor._kept.shapes) <= 1
     shorter = Step([9, 10, 12], [3, 4, 3], [PARENT_STATE, 0, PARENT_STATE], [1, 2], 0)
     found = executor.score(shorter, [[1], [2]])
     for a, b in zip(found, reference.score(shorter, [[1], [2]]), strict=True):
         assert np.ravel(a) == pytest.approx(np.ravel(b), abs=5e-3)
-    assert len(executor._known.shapes) == 1 and executor.n_past == 3
+    assert len(executor._kept.shapes) == 1 and executor.n_past == 3
     # Once they are known as one graph: the same bits.
     for _ in range(3):
         assert executor.score(shorter, [[1], [2]]) == found
-    assert len(executor._known.steps) == 1
+    assert len(executor._kept.step_graphs) == 1
     for each in (executor, reference):
         each.forward(Step.text([20], 3, [0]))
     assert np.linalg.norm(executor.logits() - reference.logits()) <= BOUND * np.linalg.norm(reference.logits())
@@ -453,7 +453,7 @@ def test_a_first_decision_is_the_references(opened, name: str, step: Step) -> No
         assert executor.n_past == step.n_keep and executor.logits().shape == (len(step.rows), executor.plan.n_vocab)
         for a, b in zip([*got.logprobs, got.logsumexps], [*wanted.logprobs, wanted.logsumexps], strict=True):
             assert np.abs(np.subtract(a, b)).max() <= 4 * deviation  # as of a long step's scores
-    assert [key[0] for key in executor._known.shapes] == [8]
+    assert [key[0] for key in executor._kept.shapes] == [8]
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen35", "deepseek3"])
@@ -554,16 +554,16 @@ def test_a_decisions_graph_goes_with_its_buffers(opened, name: str) -> None:
     for n, rows in sizes:
         for _ in range(3):
             assert decide() == wanted
-        assert len(executor._known.steps) == 1
+        assert len(executor._kept.step_graphs) == 1
         before = dict(executor._buffers._rooms), executor._buffers._working
         executor.forward(Step([1] * n, [20] * n, [PARENT_STATE] * n, rows, 0))
         assert (dict(executor._buffers._rooms), executor._buffers._working) != before
-        assert not executor._known.steps
+        assert not executor._kept.step_graphs
     for _ in range(3):
         assert decide() == wanted
-    (graph,) = executor._known.steps.values()
+    (graph,) = executor._kept.step_graphs.values()
     executor._buffers.hold_scores(1 << 20)
-    assert decide() == wanted and executor._known.steps and not graph.is_closed
+    assert decide() == wanted and executor._kept.step_graphs and not graph.is_closed
 
 
 def test_a_prompt_that_comes_again_keeps_its_launches(opened) -> None:
@@ -581,7 +581,7 @@ def test_a_prompt_that_comes_again_keeps_its_launches(opened) -> None:
         for n in (13, 12):
             assert logits(n) == wanted[n]
             if n == 13:
-                assert sorted(key[0] for key, launches in executor._known.shapes.items() if launches) == kept
+                assert sorted(key[0] for key, launches in executor._kept.shapes.items() if launches) == kept
 
 
 def test_a_decision_that_comes_again_keeps_its_graph(opened, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -596,20 +596,20 @@ def test_a_decision_that_comes_again_keeps_its_graph(opened, monkeypatch: pytest
         return executor.score(decision(n), [[1]])
 
     wanted = [decide(8 * n) for n in range(1, 6)]
-    assert len(executor._known.shapes) == 3
+    assert len(executor._kept.shapes) == 3
     assert decide(8) == wanted[0] == decide(8)
-    (graph,) = executor._known.steps.values()
+    (graph,) = executor._kept.step_graphs.values()
     for n in range(2, 12):
         executor.forward(Step.text([5] * n, 0, [n - 1]))
         executor.reset()
         if n % 2:
             assert decide(8) == wanted[0]
-    assert len(executor._known.shapes) == 3
+    assert len(executor._kept.shapes) == 3
     for n in (2, 3, 4, 5):
         for _ in range(2):
             assert decide(8 * n) == wanted[n - 1]
-        assert decide(8) == wanted[0] and executor._known.steps[8, 8, True, 0, 0] is graph
-        assert len(executor._known.steps) == min(n, 3)
+        assert decide(8) == wanted[0] and executor._kept.step_graphs[8, 8, True, 0, 0] is graph
+        assert len(executor._kept.step_graphs) == min(n, 3)
     for n in (3, 4, 5):
         decide(8 * n), decide(8 * n)
     assert graph.is_closed and decide(8) == wanted[0] == decide(8) == decide(8)
@@ -626,7 +626,7 @@ def test_a_decision_that_is_taken_back_leaves_nothing(opened, name: str) -> None
         return executor.score(step, [[1], [2], [3]], lambda: verdict)
 
     wanted = [decide(token) for token in (9, 10, 11)][-1]
-    assert executor._known.steps and wanted != decide(10)
+    assert executor._kept.step_graphs and wanted != decide(10)
     for verdict, error in (("cancelled", CancelledError), ("deadline", DeadlineError)):
         with pytest.raises(error):
             decide(12, verdict)

@@ -291,7 +291,7 @@ def test_a_first_decision_of_a_session_is_one_that_comes_again(fake: Fake, kerne
     before = len(fake.log)
     decisions(executor)
     assert not any(line.startswith("cuStreamWaitEvent") for line in fake.log[before:])
-    assert list(executor._known.shapes) == [(32, 8, True, 0, 0)]
+    assert list(executor._kept.shapes) == [(32, 8, True, 0, 0)]
     executor.close()
 
 

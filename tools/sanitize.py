@@ -24,10 +24,13 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+sys.path.append(str(ROOT / "bench"))  # behind tests/, which has a wire.py of its own
+
+import ending  # noqa: E402
+
 FIXTURES = ROOT / "tests" / "fixtures"
 TOOLS = ("memcheck", "racecheck", "initcheck")
 PROCESSES = 4
@@ -42,7 +45,6 @@ MODELS = (
 )
 FOUND = 9
 """The sanitizer's exit code where it found something; ours would be another."""
-ENDED_BY = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
 class Processes:
@@ -194,12 +196,6 @@ def every_kernel() -> set[str]:
         return set(Kernels(device).names())
 
 
-def _end(number: int, _: object) -> NoReturn:
-    for each in ENDED_BY:  # a second one would cut the end short
-        signal.signal(each, signal.SIG_IGN)
-    sys.exit(128 + number)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, description="The kernels under compute-sanitizer.")
     parser.add_argument("out", type=Path, nargs="?", default=ROOT / "build", help="folder of the logs")
@@ -218,9 +214,6 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     tools = options.tool or TOOLS
     processes = Processes()
-    for number in ENDED_BY:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, _end)
     with ThreadPoolExecutor(len(tools)) as pool:
         try:
             one = partial(sanitize, processes, program)
@@ -232,4 +225,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ending.run(main)

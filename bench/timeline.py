@@ -45,10 +45,18 @@ def start(arguments: argparse.Namespace, *more: str) -> float:
     return (ended - began) / 1e6
 
 
+def arrivals(bars: list[waterfall.Bar]) -> dict[str, float]:
+    """When each layer was there, as far as the first token waits for it: of one in two parts, where experts come first,
+    the part that all tokens need."""
+    parts = [bar for bar in bars if bar.track == "copy"]
+    is_partial = any((bar.track, bar.name) == ("upload", "experts first") for bar in bars)
+    return {bar.name: bar.end for bar in (reversed(parts) if is_partial else parts)}
+
+
 def disagreements(bars: list[waterfall.Bar], slack: float) -> list[str]:
     """What cannot have happened as a trace says: overlapping spans of a stream, layers computed before they came."""
     found = []
-    arrived = {bar.name: bar.end for bar in bars if bar.track == "copy"}
+    arrived = arrivals(bars)
     for track in ("copy", "compute"):
         spans = [bar for bar in bars if bar.track == track]
         for one, two in pairwise(spans):
@@ -62,7 +70,7 @@ def disagreements(bars: list[waterfall.Bar], slack: float) -> list[str]:
 
 def lateness(bars: list[waterfall.Bar]) -> float:
     """Milliseconds by which the latest mark of an arrival came after its layer's work had begun; 0 if none did."""
-    arrived = {bar.name: bar.end for bar in bars if bar.track == "copy"}
+    arrived = arrivals(bars)
     begun = {bar.name: bar.start for bar in reversed(bars) if bar.track == "compute"}
     return max((at - begun[name] for name, at in arrived.items() if name in begun), default=0.0)
 

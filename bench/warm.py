@@ -31,6 +31,7 @@ from reflex_ipc.gguf import GGUF
 from reflex_ipc.plan import PREFILL_CHUNK
 
 PREFILL = (32, 128, 512, 2048, 8192)
+NEW_LENGTHS = (128,)
 DEPTHS = (128, 2048, 8192)
 ROOM = 64  # tokens of a context besides: a candidate's, the one that is not counted
 CANDIDATES = (" Paris", " London", " Berlin", " Rome", " a city that is not in the north")
@@ -50,19 +51,28 @@ class Bench:
 
     def prefill(self, n: int) -> dict[str, Any]:
         """From a prompt of n tokens to the first token behind it."""
+        return self._row("prefill", {"tokens": n}, n, self._times(lambda: self._first(n)), self._prompt(n))
 
-        def once() -> float:
-            ids = self._ids(n)
-            began = time.perf_counter()
-            for _ in self.engine.generate(ids, max_tokens=1, ignore_eos=True):
-                break
-            return time.perf_counter() - began
+    def new_length(self, n: int) -> dict[str, Any]:
+        """The same of prompts a little longer than n, of which no length has come before."""
+        self._first(n)
+        seconds = [self._first(n + 1 + i) for i in range(self.repeat)]
+        return self._row("prefill of a new length", {"tokens": n}, n, seconds, self._prompt(n))
 
+    def _first(self, n: int) -> float:
+        """Seconds from a prompt of n tokens to the first token behind it."""
+        ids = self._ids(n)
+        began = time.perf_counter()
+        for _ in self.engine.generate(ids, max_tokens=1, ignore_eos=True):
+            break
+        return time.perf_counter() - began
+
+    def _prompt(self, n: int) -> work.Work:
         total = work.Work(0, 0)
         for start in range(0, n, PREFILL_CHUNK):
             size = min(PREFILL_CHUNK, n - start)
             total += work.step(self.engine.plan, size, start, int(start + size == n))
-        return self._row("prefill", {"tokens": n}, n, self._times(once), total)
+        return total
 
     def decode(self, depth: int, n: int) -> dict[str, Any]:
         """n tokens, one by one, behind a prompt of `depth`; the first is not counted."""
@@ -105,7 +115,8 @@ class Bench:
         return self._random.choices(self._words, k=n)
 
     def _times(self, once: Callable[[], float]) -> list[float]:
-        once()  # buffers, graphs, clocks
+        for _ in range(2):  # buffers, clocks; launches of a length are kept, and graphs made, when it comes again
+            once()
         return [once() for _ in range(self.repeat)]
 
     def _row(self, what: str, of: dict[str, int], n: int, seconds: Sequence[float], total: work.Work) -> dict[str, Any]:
@@ -173,6 +184,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="the JSON")
     parser.add_argument("--backend", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--prefill", type=measure.count, nargs="*", default=list(PREFILL), metavar="N")
+    parser.add_argument("--new-lengths", type=measure.count, nargs="*", default=list(NEW_LENGTHS), metavar="N")
     parser.add_argument("--depths", type=int, nargs="*", default=list(DEPTHS), metavar="N")
     parser.add_argument("--decode-tokens", type=measure.count, default=128, metavar="N")
     parser.add_argument("--score", type=measure.count, nargs="*", default=[512], metavar="N", help="prompt lengths")
@@ -183,16 +195,22 @@ def main() -> int:
     most, absent = _context(options.model), []
     for what, lengths, more in (
         ("prefill", options.prefill, ROOM),
+        ("prefill of a new length", options.new_lengths, options.repeat + ROOM),
         ("decode at depth", options.depths, options.decode_tokens + ROOM),
         ("score", options.score, ROOM),
     ):
         for n in [n for n in lengths if n + more > most]:
             lengths.remove(n)
             absent.append({"contender": f"reflex, {what} {n}", "why": f"the model's context is {most} tokens"})
-    longest = max([*options.prefill, *(d + options.decode_tokens for d in options.depths), *options.score], default=1)
+    new_lengths = [n + options.repeat for n in options.new_lengths]
+    longest = max(
+        [*options.prefill, *new_lengths, *(d + options.decode_tokens for d in options.depths), *options.score],
+        default=1,
+    )
     with Engine.open(options.model, backend=options.backend, context=longest + ROOM) as engine:
         bench = Bench(engine, options.repeat)
         rows = [bench.prefill(n) for n in options.prefill]
+        rows += [bench.new_length(n) for n in options.new_lengths]
         rows += [bench.decode(depth, options.decode_tokens) for depth in options.depths]
         rows += [bench.score(n) for n in options.score]
         backend = engine.backend

@@ -38,8 +38,8 @@ __device__ __forceinline__ int highest(const float *x, int n) {
 
 // p = softmax or sigmoid of the logits. Chosen are the n_used highest of p + bias, within the n_group_used best of n_group
 // groups of neighbours, a group counting by its highest, or by the sum of its two highest (`top2`). Their weights are p,
-// divided by their sum (`normalise`), times scale. Where NaN is among what is chosen by, all weights are NaN, and expert 0
-// takes places that nobody else can. One warp a token, one block; shared: 2 n_expert + n_group floats.
+// divided by their sum (`normalise`), times scale. Where what is chosen by is not all finite, all weights are NaN, and
+// expert 0 takes places that nobody else can. One warp a token, one block; shared: 2 n_expert + n_group floats.
 extern "C" __global__ void route(const __grid_constant__ Route a) {
     extern __shared__ int4 memory[];
     float *p = (float *)memory, *selection = p + a.n_expert, *groups = selection + a.n_expert;
@@ -58,7 +58,7 @@ extern "C" __global__ void route(const __grid_constant__ Route a) {
     for (int i = threadIdx.x; i < a.n_expert; i += WARP) {
         if (a.is_softmax) p[i] /= sum;
         selection[i] = p[i] + (a.bias ? a.bias[i] : 0.0f);
-        is_broken |= selection[i] != selection[i];
+        is_broken |= !isfinite(logits[i]) || !isfinite(selection[i]);
     }
     is_broken = __any_sync(~0u, is_broken);
     __syncwarp();

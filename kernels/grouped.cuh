@@ -3,8 +3,8 @@
 // read and dequantised once a tile, on tensor cores, without the host knowing who was chosen.
 //
 // The arithmetic is that of matmul.cuh: a warp multiplies 16 rows of W with the rows of x of a tile, weights dequantised
-// on the way into registers. But since a router may depend on the result, x and quantised weights come as two halves,
-// what fits one and the rest: x W + rest x W + x rest W, of which at most 2^-22 is lost.
+// on the way into registers. But since a router may depend on the result, x and weights that halves lose something of
+// come as two halves, what fits one and the rest: x W + rest x W + x rest W, of which at most 2^-22 is lost.
 //
 // As in few.cuh, x and W go through stages in shared memory that are filled while earlier ones are multiplied: all warps
 // of a block share x, of which rows are gathered, 64 bytes or more of each at a time. A stage has a place for every 8
@@ -180,7 +180,7 @@ __device__ __forceinline__ void grouped(const GroupedArgs& args) {
           inverse0 = reciprocal_of_power(power0), inverse1 = reciprocal_of_power(power1);
         }
         uint32_t h0[8], h1[8], low0[8], low1[8];
-        if constexpr (is_float<Format>) {
+        if constexpr (W::is_lossless) {
           W::to_half(a0, k, inverse0, h0);
           W::to_half(a1, k, inverse1, h1);
         } else {
@@ -212,7 +212,7 @@ __device__ __forceinline__ void grouped(const GroupedArgs& args) {
               low[j] = *reinterpret_cast<const uint4*>(from + x_plane + 128 * j);
             }
             multiply(h0, h1, 4 * i, low);
-            if constexpr (!is_float<Format>) multiply(low0, low1, 4 * i, high);
+            if constexpr (!W::is_lossless) multiply(low0, low1, 4 * i, high);
             multiply(h0, h1, 4 * i, high);
           }
 #pragma unroll

@@ -231,7 +231,7 @@ __device__ __forceinline__ void widen(const WidenArgs& args) {
       for (int k = 0; k < W::runs; ++k) {
         uint32_t h[8];
         W::to_half(parts, k, inverse, h);
-        if constexpr (!is_float<Format>) {
+        if constexpr (!W::is_lossless) {
           if (plane) {
             uint32_t low[8];
             W::rest(parts, k, inverse, h, low);

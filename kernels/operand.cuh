@@ -2,13 +2,15 @@
 // it, so that no exponent is out of range and no block with a small scale next to one with a large scale matters less
 // than it should: what is lost is below 2^-24 of the greatest weight around.
 //
-//   runs, group, block_pieces, block_bytes, block_elements   as in dequant.cuh
-//   is_scaled       false where halves are taken as they are
+//   runs, block_pieces, block_bytes, block_elements   as in dequant.cuh
+//   group           runs that are divided by the same power of two
+//   is_lossless     halves lose nothing that counts
+//   is_scaled       false where values are halves as they are: nothing is divided
 //   fetch           reads of global or shared memory only; `left` elements of the row begin at the block (floats); Raw{} is all zeros
 //   unpack          a Raw to the levels and scales of its runs
 //   bound           bits of a magnitude that no element of a run exceeds
 //   to_half         a run times `inverse`, in element order or, crossed, of every four elements 0 2 and 1 3
-//   rest            what to_half lost of it (quantised only: floats lose nothing that counts)
+//   rest            what to_half lost of it (only where it is something that counts)
 #pragma once
 
 #include "linear.cuh"
@@ -20,10 +22,11 @@ template <class Format, bool floats = is_float<Format>>
 struct Operand {
   using Raw = typename Format::Raw;
   using Parts = RunsOf<Format>;
-  static constexpr int runs = Format::runs, group = Format::group;
+  // Values of NVFP4 have 6 bits and lie between 2^-10 and 2880: halves as they are.
+  static constexpr bool is_lossless = is_same<Format, NVFP4>::value, is_scaled = !is_lossless;
+  static constexpr int runs = Format::runs, group = is_scaled ? Format::group : runs;
   static constexpr int block_pieces = pieces<Format>, block_bytes = Format::bytes;
   static constexpr int block_elements = Format::elements;
-  static constexpr bool is_scaled = true;
 
   template <class Bytes>
   static __device__ __forceinline__ Raw fetch(Bytes block, int within, int, bool) {
@@ -76,7 +79,7 @@ struct Operand<Format, true> {
   };
   using Parts = Raw;
   static constexpr int runs = 1, group = 1, block_pieces = 1, block_bytes = 32, block_elements = 16;
-  static constexpr bool is_scaled = is_same<Format, BF16>::value;
+  static constexpr bool is_lossless = true, is_scaled = is_same<Format, BF16>::value;
 
   template <class Bytes>
   static __device__ __forceinline__ Raw fetch(Bytes block, int, int left, bool aligned) {

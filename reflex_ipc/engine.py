@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from reflex_ipc.backends import Executor, Progress
     from reflex_ipc.chat import ChatTemplate
     from reflex_ipc.errors import Poll
+    from reflex_ipc.healing import Split
     from reflex_ipc.scores import Scores
-    from reflex_ipc.scoring import Scoring
+    from reflex_ipc.scoring import Options, Scoring
     from reflex_ipc.trace import Trace
 
 
@@ -251,16 +252,28 @@ class Engine:
         **options: Any,
     ) -> "Scoring":
         """What `score` runs, checked and tokenised but not run yet."""
-        from reflex_ipc import healing, scoring
+        from reflex_ipc import scoring
 
         chosen = scoring.Options(**options)
-        scoring.check(candidates, chosen)
+        return self.scoring_of(self.split(prompt, candidates, chosen, poll), chosen, poll)
+
+    def split(
+        self,
+        prompt: str | Sequence[dict[str, Any]],
+        candidates: Sequence[str],
+        options: "Options",
+        poll: "Poll | None" = None,
+    ) -> "Split":
+        """Prompt and candidates, checked, as tokens; it needs no device. Raises what `score` does."""
+        from reflex_ipc import healing, scoring
+
+        scoring.check(candidates, options)
         if isinstance(prompt, str):
-            texts = healing.of_text(self.tokenizer, prompt, candidates, chosen.join, self.n_ctx, poll)
+            texts = healing.of_text(self.tokenizer, prompt, candidates, options.join, self.n_ctx, poll)
         else:
-            parts = self.template.render(list(prompt), arguments=chosen.arguments).parts
-            texts = healing.of_parts(self.tokenizer, parts, candidates, chosen.join, self.n_ctx, poll)
-        split = healing.split(self.tokenizer, texts, end=chosen.end, neutral=chosen.neutral, poll=poll)
+            parts = self.template.render(list(prompt), arguments=options.arguments).parts
+            texts = healing.of_parts(self.tokenizer, parts, candidates, options.join, self.n_ctx, poll)
+        split = healing.split(self.tokenizer, texts, end=options.end, neutral=options.neutral, poll=poll)
         stamp("tokens")
         longest = max(len(tail.tokens) for tail in split.tails) - 1
         for field, what, context in (
@@ -271,9 +284,15 @@ class Engine:
                 raise ContextOverflowError(
                     f"{what} and longest candidate have {n} tokens, the context holds {self.n_ctx}", field
                 )
+        return split
+
+    def scoring_of(self, split: "Split", options: "Options", poll: "Poll | None" = None) -> "Scoring":
+        """What `score` runs, of what `split` made."""
+        from reflex_ipc import scoring
+
         self._begin(len(split.context))
         stamp("reserve")
-        return scoring.Scoring(self._executor, split, chosen, poll)
+        return scoring.Scoring(self._executor, split, options, poll)
 
     def prompt(self, text: str, poll: "Poll | None" = None) -> list[int]:
         """The ids of a prompt; one that no tokens could make fit is refused before it is taken apart."""

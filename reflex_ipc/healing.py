@@ -5,6 +5,7 @@ from where on all candidates are scored. docs/scoring.md defines it.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from reflex_ipc.errors import ContextOverflowError, InvalidRequestError, Watch
@@ -16,7 +17,12 @@ if TYPE_CHECKING:
 
 MAX_SCORED = 1 << 20
 """Tokens of all candidates, each counted with what it shares: so many log-probabilities are the answer."""
+_TOGETHER = 4096
+"""Characters that are looked up at once, before anything is said of single candidates."""
 NO_NEUTRAL = "the file names no token that begins or ends a text, so nothing can come before"
+
+Part = tuple[str, bool]
+"""Text, and whether control tokens in it are recognised."""
 
 
 class Texts(NamedTuple):
@@ -57,42 +63,21 @@ def of_text(
     """Raises ContextOverflowError at the first text that `n_ctx` tokens of context cannot hold."""
     tokenizer.check_length(prompt, n_ctx)
     at = tokenizer.border(prompt)
-    before = tokenizer.encode(prompt[:at], bos=tokenizer.add_bos, poll=poll)
-    rest = prompt[at:]
-    return _texts(
-        tokenizer,
-        before,
-        lambda tail: tokenizer.encode(rest + tail, bos=False, poll=poll),
-        candidates,
-        join,
-        n_ctx,
-        poll,
-    )
+    begin = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
+    before, rest = [(prompt[:at], True)], prompt[at:]
+    return _texts(tokenizer, begin, before, lambda tail: [(rest + tail, True)], candidates, join, n_ctx, poll)
 
 
 def of_parts(
-    tokenizer: "Tokenizer",
-    parts: Sequence[tuple[str, bool]],
-    candidates: Sequence[str],
-    join: str,
-    n_ctx: int,
-    poll: "Poll | None",
+    tokenizer: "Tokenizer", parts: Sequence[Part], candidates: Sequence[str], join: str, n_ctx: int, poll: "Poll | None"
 ) -> Texts:
     """The same after a rendered chat, in which control tokens are recognised where a part says so."""
     tokenizer.check_length("".join(text for text, _ in parts), n_ctx)
     before, rest = _cut(tokenizer, parts)
-    return _texts(
-        tokenizer,
-        tokenizer.encode_parts(before, poll),
-        lambda tail: tokenizer.encode_parts([*rest, (tail, False)], poll),
-        candidates,
-        join,
-        n_ctx,
-        poll,
-    )
+    return _texts(tokenizer, [], before, lambda tail: [*rest, (tail, False)], candidates, join, n_ctx, poll)
 
 
-def _cut(tokenizer: "Tokenizer", parts: Sequence[tuple[str, bool]]) -> tuple[list[tuple[str, bool]], ...]:
+def _cut(tokenizer: "Tokenizer", parts: Sequence[Part]) -> tuple[list[Part], list[Part]]:
     """The parts before the last border, and those behind."""
     for i in reversed(range(len(parts))):
         text, special = parts[i]
@@ -103,31 +88,40 @@ def _cut(tokenizer: "Tokenizer", parts: Sequence[tuple[str, bool]]) -> tuple[lis
 
 def _texts(
     tokenizer: "Tokenizer",
-    before: list[int],
-    encode: Callable[[str], list[int]],
+    begin: list[int],
+    before: list[Part],
+    behind: Callable[[str], list[Part]],
     candidates: Sequence[str],
     join: str,
     n_ctx: int,
     poll: "Poll | None",
 ) -> Texts:
+    """`begin`: ids in front of all. `before`: what all texts begin with; `behind(tail)`: the rest of one."""
+    n_characters = accumulate(
+        (len(join) + len(text) for text in candidates), initial=sum(len(text) for text, _ in before)
+    )
+    n_together = sum(1 for n in takewhile(lambda n: n <= _TOGETHER, n_characters)) - 1
+    if n_together > 0:
+        tokenizer.look_up([before, *(behind(join + text) for text in candidates[:n_together])], poll)
     watch = Watch(poll)
-    prompt, wholes, n_scored = encode(""), [], 0
+    shared = begin + tokenizer.encode_parts(before, poll)
+    prompt, wholes, n_scored = tokenizer.encode_parts(behind(""), poll), [], 0
     for i, text in enumerate(candidates):
         watch()
         tokenizer.check_length(text, n_ctx, f"candidate {i}", f"candidates[{i}]")
-        wholes.append(encode(join + text))
+        wholes.append(tokenizer.encode_parts(behind(join + text), poll))
         n_scored += max(0, len(wholes[-1]) - len(prompt))  # at least
         check_scored(n_scored)
-        n = len(before) + len(wholes[-1])
+        n = len(shared) + len(wholes[-1])
         if n == 0:
             raise InvalidRequestError(f"candidate {i} has no token in this vocabulary", f"candidates[{i}]")
         if n - 1 > n_ctx:  # the last token is scored, not computed
-            fits = len(before) + len(prompt) <= n_ctx  # by itself
+            fits = len(shared) + len(prompt) <= n_ctx  # by itself
             raise ContextOverflowError(
                 f"prompt and candidate {i} have {n - 1} tokens, the context holds {n_ctx}",
                 f"candidates[{i}]" if fits else "prompt",
             )
-    return Texts(candidates, before, prompt, wholes)
+    return Texts(candidates, shared, prompt, wholes)
 
 
 def split(

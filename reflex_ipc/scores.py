@@ -21,13 +21,18 @@ class ScoredRows(NamedTuple):
     logsumexps: list[float]
 
 
-class Scored(NamedTuple):
-    """What the passes found of one candidate."""
+class Scored:
+    """What the passes found of one candidate. No NamedTuple: one with a type in quotes takes 0.7 ms to make."""
 
-    tail: "Tail"
-    logprobs: list[float]
-    logsumexps: list[float]
-    neutral: list[float] | None
+    __slots__ = ("logprobs", "logsumexps", "neutral", "tail")
+
+    def __init__(
+        self, tail: "Tail", logprobs: list[float], logsumexps: list[float], neutral: list[float] | None
+    ) -> None:
+        self.tail = tail
+        self.logprobs = logprobs
+        self.logsumexps = logsumexps
+        self.neutral = neutral
 
 
 class Candidate(NamedTuple):

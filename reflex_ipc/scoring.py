@@ -64,7 +64,7 @@ def check(candidates: Sequence[str], options: Options) -> None:
 def check_count(n: int) -> None:
     """Refuses what has `n` candidates, or at least so many as far as it was read."""
     if n > MAX_CANDIDATES:
-        raise InvalidRequestError(f"there are more than the {MAX_CANDIDATES} candidates that are scored", "candidates")
+        raise InvalidRequestError(f"there are too many candidates: {MAX_CANDIDATES} are scored at most", "candidates")
 
 
 class Executor(Protocol):

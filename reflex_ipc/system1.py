@@ -23,6 +23,7 @@ from reflex_ipc.terminal import (
 )
 
 if TYPE_CHECKING:
+    from reflex_ipc.healing import Split
     from reflex_ipc.scores import Scores
     from reflex_ipc.trace import Trace
 
@@ -48,21 +49,23 @@ def run(arguments: Namespace, trace: "Trace | None" = None) -> int:
     candidates = _candidates(arguments)
     prompt = prompt_or_messages(arguments)
     neutral = None if arguments.neutral is None else valid_text(arguments.neutral, "the neutral context")
-    options = {
-        "normalize": arguments.normalize,
-        "temperature": arguments.temperature,
-        "join": valid_text(arguments.join, "the text between prompt and candidate"),
-        "end": arguments.end,
-        "neutral": neutral,
-    }
-    scoring.check(candidates, scoring.Options(**options))
+    options = scoring.Options(
+        arguments.normalize,
+        arguments.temperature,
+        valid_text(arguments.join, "the text between prompt and candidate"),
+        arguments.end,
+        neutral,
+        template_arguments(arguments),
+    )
+    scoring.check(candidates, options)
+    splits: list[Split] = []
     with Engine.open(
         arguments.model,
         backend=arguments.backend,
         device=arguments.device,
         context=arguments.context,
         threads=arguments.threads,
-        meanwhile=lambda engine: isinstance(prompt, str) and engine.prompt(prompt),  # so that its pieces are known
+        meanwhile=lambda engine: splits.append(engine.split(prompt, candidates, options)),
         trace=trace,
         leave_driver=True,
     ) as engine:
@@ -72,35 +75,40 @@ def run(arguments: Namespace, trace: "Trace | None" = None) -> int:
         if prompt == "":
             say("the prompt is empty: the candidates are scored after the token that begins or ends a text")
         elif isinstance(prompt, str):
-            _warn_of_glued(prompt + arguments.join, candidates)
+            _warn_of_glued(prompt + options.join, candidates)
         elif engine.template.is_fallback:
             say("the file has no chat template; ChatML is used")
         began = monotonic_ns()
-        scores = engine.score(prompt, candidates, **options, arguments=template_arguments(arguments))
+        scores = engine.scoring_of(splits[0], options).run()
         timings = {**engine.timings, "score_ms": ms(began, stamp("scores"))}
         warn(engine.tokenizer)
-        backend = engine.backend
+        write(_answer(scores, arguments))
+        stamp("flush")
+        _comment(scores, arguments.verbose)
+        if arguments.timings:
+            from reflex_ipc.timings import report
+
+            report(arguments.timings, timings, backend=engine.backend, usage={"prompt_tokens": scores.prompt_tokens})
+    return EXIT_BELOW_CONFIDENCE if least is not None and scores.best.probability < least else 0
+
+
+def _answer(scores: "Scores", arguments: Namespace) -> str:
+    if arguments.best:
+        return scores.best.text + ("\n" if os.isatty(1) else "")
+    if arguments.json:
+        return _json(scores)
+    return _table(scores) if os.isatty(1) else _tsv(scores)
+
+
+def _comment(scores: "Scores", is_verbose: bool) -> None:
     if scores.healed:
         last = "token merges" if scores.healed == 1 else f"{scores.healed} tokens merge"
         say(f"the prompt's last {last} with a candidate, and each is scored with that (healed)")
-    if arguments.verbose:
+    if is_verbose:
         n = sum(candidate.n_tokens for candidate in scores.candidates)
         say(f"{scores.prompt_tokens} tokens of prompt, {n} of candidates behind it")
     if scores.passes > 1:
         say(f"memory allowed no single pass; {scores.passes} were needed")
-    if arguments.best:
-        text = scores.best.text
-        write(text + "\n" if os.isatty(1) else text)
-    elif arguments.json:
-        write(_json(scores))
-    else:
-        write(_table(scores) if os.isatty(1) else _tsv(scores))
-    stamp("flush")
-    if arguments.timings:
-        from reflex_ipc.timings import report
-
-        report(arguments.timings, timings, backend=backend, usage={"prompt_tokens": scores.prompt_tokens})
-    return EXIT_BELOW_CONFIDENCE if least is not None and scores.best.probability < least else 0
 
 
 def _candidates(arguments: Namespace) -> list[str]:

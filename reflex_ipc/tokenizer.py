@@ -124,7 +124,8 @@ class Tokenizer:
         if bos and self.bos is None:
             raise InvalidRequestError(f"{self._path} names no BOS token (key 'tokenizer.ggml.bos_token_id')")
         specials = self._special if special else self._user_defined
-        ids = self._encode([(text, self._possible(text, specials))], Watch(poll))
+        watch = Watch(poll)
+        ids = self._ids(self._pieces([(text, self._possible(text, specials))], watch), watch)
         if self.bos is not None and (self.add_bos if bos is None else bos):
             ids.insert(0, self.bos)
         if self.eos is not None and self.add_eos and bos is None:
@@ -145,9 +146,16 @@ class Tokenizer:
         Control and user-defined tokens are recognised inside the parts that say True, and never across a border.
         Plain text on both sides of a border is one run of text.
         """
-        return self._encode(
-            [(text, self._possible(text, self._special) if special else ()) for text, special in parts], Watch(poll)
-        )
+        watch = Watch(poll)
+        return self._ids(self._pieces(self._cuttable(parts), watch), watch)
+
+    def look_up(self, texts: Iterable[Iterable[tuple[str, bool]]], poll: "Poll | None" = None) -> None:
+        """Look for the pieces of several texts, each as for `encode_parts`, at once, which then finds them known.
+
+        A short text is looked for in the file's lists, from the front; for many that takes hardly longer than for one.
+        """
+        watch = Watch(poll)
+        self._ids([piece for parts in texts for piece in self._pieces(self._cuttable(parts), watch)], watch)
 
     def border(self, text: str) -> int:
         """The last place where a text may be cut so that its ids are those of the two parts, whatever follows; or 0.
@@ -284,7 +292,10 @@ class Tokenizer:
         """The special tokens that a text may hold: none, without a character that one begins with."""
         return specials if any(map(text.__contains__, self._firsts)) else ()
 
-    def _encode(self, parts: Iterable[tuple[str, _Specials]], watch: Watch) -> list[int]:
+    def _cuttable(self, parts: Iterable[tuple[str, bool]]) -> list[tuple[str, _Specials]]:
+        return [(text, self._possible(text, self._special) if special else ()) for text, special in parts]
+
+    def _pieces(self, parts: Iterable[tuple[str, _Specials]], watch: Watch) -> list[str | int]:
         splitter, normalise = self._splitter, self._rules.nfc
         pieces: list[str | int] = []
         for run in _runs(parts, watch):
@@ -294,6 +305,9 @@ class Tokenizer:
             for text in segments(run):
                 pieces += splitter.split(nfc(text, watch) if normalise else text, watch)
                 watch()
+        return pieces
+
+    def _ids(self, pieces: list[str | int], watch: Watch) -> list[int]:
         lost = len(self._pairs.dropped)
         ids = self._pairs.encode(pieces, watch)
         if len(self._pairs.dropped) > lost:

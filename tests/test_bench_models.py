@@ -262,20 +262,22 @@ class TestWarm:
         other.chmod(0o755)
         model, out = fixtures / "exact" / "qwen35-f16.gguf", tmp_path / "warm.json"
         command = [sys.executable, ROOT / "bench" / "warm.py", model, "--out", out, "--backend", "cpu", "--repeat", "2"]
-        command += ["--prefill", "32", "600", "--depths", "16", "--decode-tokens", "8", "--score", "40"]
+        command += ["--prefill", "32", "600", "--new-lengths", "50", "--depths", "16"]
+        command += ["--decode-tokens", "8", "--score", "40"]
         result = subprocess.run([*command, "--llama-bench", other], capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         saved = json.loads(out.read_text())
         assert [(row["engine"], row["what"], row["tokens"]) for row in saved["rows"]] == [
             ("reflex", "prefill", 32),
             ("reflex", "prefill", 600),
+            ("reflex", "prefill of a new length", 50),
             ("reflex", "decode", 8),
             ("reflex", "score", 40),
             ("llama-bench", "prefill", 32),
         ]
-        assert saved["rows"][4]["per_second"] == pytest.approx(3200)
+        assert saved["rows"][5]["per_second"] == pytest.approx(3200)
         assert saved["rates"] is None and saved["backend"] == "cpu"
-        for row in saved["rows"][:4]:
+        for row in saved["rows"][:5]:
             assert len(row["seconds"]) == 2 and min(row["seconds"]) > 0
         with GGUF.open(model) as opened:
             plan = archs.build(opened)
@@ -284,7 +286,7 @@ class TestWarm:
             tokenizer = Tokenizer.from_gguf(model)
             tokens = [tokenizer.encode(candidate) for candidate in warm.CANDIDATES]
             n = len({tuple(each[:i]) for each in tokens for i in range(len(each))})
-            assert (saved["rows"][3]["bytes"], saved["rows"][3]["flops"]) == work.step(plan, 40 + n - 1, 0, n)
+            assert (saved["rows"][4]["bytes"], saved["rows"][4]["flops"]) == work.step(plan, 40 + n - 1, 0, n)
 
     def test_what_the_context_has_no_room_for_is_listed(self, fixtures: Path, tmp_path: Path):
         """Of the tokens that the fixture was trained for, 64 are for candidates and what is not counted."""
@@ -292,7 +294,8 @@ class TestWarm:
         with GGUF.open(model) as opened:
             most = archs.build(opened).n_ctx_train
         command = [sys.executable, ROOT / "bench" / "warm.py", model, "--out", out, "--backend", "cpu", "--repeat", "1"]
-        command += ["--prefill", str(most - 64), str(most - 63), "--depths", str(most - 68), str(most - 67)]
+        command += ["--prefill", str(most - 64), str(most - 63), "--new-lengths", str(most - 64)]
+        command += ["--depths", str(most - 68), str(most - 67)]
         command += ["--decode-tokens", "4", "--score", str(most - 63)]
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
@@ -305,7 +308,11 @@ class TestWarm:
         assert saved["not_run"] == [
             *(
                 {"contender": f"reflex, {what}", "why": why}
-                for what in (f"prefill {most - 63}", f"decode at depth {most - 67}")
+                for what in (
+                    f"prefill {most - 63}",
+                    f"prefill of a new length {most - 64}",
+                    f"decode at depth {most - 67}",
+                )
             ),
             {"contender": f"reflex, score {most - 63}", "why": why},
             {"contender": "llama-bench", "why": "not given (--llama-bench PATH)"},

@@ -81,7 +81,7 @@ def row(kind: str, m: int, *microseconds: float) -> dict[str, Any]:
 def test_what_rare_types_are_held_against():
     """The fast type nearest in bits, of several the fastest, by medians; of the same count of rows."""
     rows = [row("Q2_K", 1, 10, 10, 90), row("Q4_0", 1, 20), row("Q4_K", 1, 16), row("F16", 1, 60), row("Q4_K", 40, 1)]
-    rows += [row("IQ2_S", 1, 25), row("NVFP4", 1, 24)]
+    rows += [row("IQ2_S", 1, 25), {**row("NVFP4", 1, 24), "rare": True}]
     rare_types.compared(rows)
     assert not any("nearest" in each for each in rows[:5])
     assert [(each["nearest"], each["against_nearest"], each["against_median"]) for each in rows[5:]] == [

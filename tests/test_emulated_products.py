@@ -34,6 +34,7 @@ SCALES = {
     "Q8_0": [0],
     "IQ3_S": [0],
     "MXFP4": [],
+    "NVFP4": [],
 }
 TYPES = ["F16", "BF16", *SCALES]
 EXACT = 2e-6
@@ -87,6 +88,8 @@ def weight(name, n_out, n_in, rng):
             blocks[:, at : at + 2] = scale.view(np.uint8).reshape(-1, 2)
         if name == "MXFP4":
             blocks[:, 0] = rng.integers(116, 125, len(blocks))
+        if name == "NVFP4":
+            blocks[:, :4] = rng.integers(0, 96, (len(blocks), 4))
         raw = blocks.tobytes()
     return raw, dequantise(raw, name, n_out * n_in).reshape(n_out, n_in).astype(np.float64)
 
@@ -150,6 +153,7 @@ SHAPES = {  # type, rows of x, rows and columns of W, limits; parts of the colum
     "rows that begin anywhere": ("F16", 23, 33, 510, LIMITS),
     "bytes that begin anywhere": ("MXFP4", 17, 70, 992, LIMITS),
     "runs of a scale each": ("Q3_K", 50, 70, 768, LIMITS),
+    "halves as they are": ("NVFP4", 40, 70, 960, LIMITS),
     "two slices a stage": ("BF16", 20, 50, 768, LIMITS),
     **{f"{width} rows at once": ("Q4_K", width, 20, 512, LIMITS) for width in (32, 40, 64)},
 }
@@ -225,17 +229,20 @@ def test_up_to_16_rows(run_few, name, m, monkeypatch):
     assert error(got, x @ w.T, np.sqrt((x * x) @ (w * w).T)) < 9e-4
 
 
-@pytest.mark.parametrize("name", formats.WHOLE)
-def test_weights_of_whole_numbers_lose_nothing(run_few, name):
-    """All that a product of k-quants loses is what x loses as halves, also where minima are most of the sum."""
+@pytest.mark.parametrize("name", [*formats.WHOLE, "NVFP4"])
+def test_weights_lose_nothing(run_few, name):
+    """All that a product of k-quants, which are whole numbers, or of what are halves loses is what x loses as halves,
+    also where minima are most of the sum."""
     rng = np.random.default_rng(len(name))
     m, n_out, n_in = 20, 24, 512
     x = np.repeat(rng.standard_normal((m, n_in // 32)), 32, axis=1) + 0.01 * rng.standard_normal((m, n_in))
     x = x.astype(np.float32)
     raw, _ = weight(name, n_out, n_in, rng)
     blocks = np.frombuffer(raw, np.uint8).reshape(-1, formats.FORMATS[name].block_bytes).copy()
-    if name != "Q6_K":
+    if name in ("Q4_K", "Q5_K"):
         blocks[:, :4] = np.array([[2.0**-14, 2.0**-6]], np.float16).view(np.uint8)  # d and dmin
+    if name == "NVFP4":
+        blocks[:, :4] = rng.integers(0, 256, (len(blocks), 4))  # from the least scale to the greatest
     w = dequantise(blocks.tobytes(), name, n_out * n_in).reshape(n_out, n_in).astype(np.float64)
     power = 2.0 ** (np.floor(np.log2(np.abs(x).max(axis=1, keepdims=True))) - 14)
     halves = (x / power).astype(np.float16).astype(np.float64) * power

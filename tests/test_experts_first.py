@@ -403,6 +403,8 @@ class TestSteps:
 
 # The same numbers
 
+FIRST = Step.text([5, 9, 17], 0, [2])
+
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
@@ -429,7 +431,7 @@ def test_answers_are_those_of_a_whole_upload(
             if not first:
                 executor._upload.release()
             executor.reserve(40)
-            executor.forward(Step.text([5, 9, 17], 0, [2]))
+            executor.forward(FIRST)
             if first:
                 assert executor._upload.timings["first_bytes"] < executor._upload.timings["bytes"]
             logits = executor.logits()
@@ -439,3 +441,30 @@ def test_answers_are_those_of_a_whole_upload(
             answer.close()
             executor.close()
     assert found[True] == found[False]
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["qwen3moe", "qwen35moe"])
+def test_a_decision_brings_the_experts_of_its_prompt_alone(
+    emulated: tuple[str, str], held: None, monkeypatch: pytest.MonkeyPatch, fixtures: Path, name: str
+) -> None:
+    path, lib = emulated
+    monkeypatch.setattr(linear, "linear", emulator.naive_linear)
+    monkeypatch.setattr(experts, "expert_linear", emulator.naive_experts)
+    monkeypatch.setattr(cuda, "Kernels", partial(launch.Kernels, lib=lib))
+    monkeypatch.setattr(routed, "MOST", 0.9)
+    found = []
+    with GGUF.open(fixtures / "exact" / f"{name}-f16.gguf") as gguf:
+        plan = archs.build(gguf)
+        for is_scored in (False, True):
+            executor = CudaExecutor(gguf, plan, 64, opening=start_driver(0, path))
+            executor.reserve(8)
+            if is_scored:
+                executor.score(FIRST, [[1, 2, 3]])
+            else:
+                executor.forward(FIRST)
+            timings = executor._upload.timings
+            assert timings["first_bytes"] < timings["bytes"]
+            found.append((timings["first_bytes"], executor.logits().tobytes()))
+            executor.close()
+    assert found[0] == found[1]

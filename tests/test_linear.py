@@ -31,7 +31,7 @@ def defined():
             names.update([] if rare else [f"mma_{kind}_8", f"few_{kind}_64"])
         for kind in re.findall(r"REFLEX_FEW_WIDTHS\((\w+),", text):
             names.update([f"few_{kind}_32", f"few_{kind}_40"])
-        names.update(re.findall(r"REFLEX_FEW\((few_\w+_40),", text))
+        names.update(re.findall(r"REFLEX_FEW\((few_\w+),", text))
         names.update(f"few_{kind}_16" for kind in re.findall(r"REFLEX_FEW_TOGETHER\((\w+),", text))
     return names
 
@@ -199,8 +199,9 @@ def test_every_type_of_experts_has_kernels(kind):
     assert call.kernel in defined()
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_K"])
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_K", "NVFP4"])
 def test_exact_rows_have_two_planes(kind):
+    """Of x, and of weights that are no halves."""
     for n in (2, 16, 17, 64, 400):
         size = linear.scratch_bytes(LARGE, n, 300, [matrix(kind)], exact=True)
         calls = linear.linear(LARGE, Input(1 << 10, n, 300, 300), [matrix(kind)], SCRATCH, exact=True)

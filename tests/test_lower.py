@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -238,6 +239,60 @@ def test_a_decision_that_comes_again_asks_little_of_the_driver(fake: Fake, kerne
         decisions(executor)
         assert large != small == executor._places.parents
         executor.close()
+
+
+def calls_of(fake: Fake, model, step: Callable[[CudaExecutor], object]) -> list[str]:
+    """What an executor's first step asks of the driver, kernels by name, when all weights are queued."""
+    executor = opened(fake, model)
+    executor.reserve(16)
+    executor._upload.join()  # whose threads ask for things, too
+    before = len(fake.log)
+    step(executor)
+    calls = [line.split()[:2] for line in fake.log[before:]]
+    executor.close()
+    return [call[0] if call[0] != "cuLaunchKernelEx" else call[1] for call in calls]
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_first_decision_asks_for_what_its_prompt_does(fake: Fake, kernels, fixtures: Path, name: str) -> None:
+    """Its own kernels are loaded before anything waits for weights, and it takes no memory of its own."""
+    step = Step.text(range(5), 0, [4])
+    with GGUF.open(fixtures / "exact" / f"{name}-f16.gguf") as gguf:
+        model = gguf, archs.build(gguf)
+        prompt = calls_of(fake, model, lambda executor: executor.forward(step))
+        decision = calls_of(fake, model, lambda executor: executor.score(step, [[1, 2, 3]]))
+    at = decision.index(prompt[0])
+    assert set(decision[:at]) == {"cuModuleLoadDataEx", "cuModuleGetFunction", "cuFuncGetParamInfo"}
+    assert decision[at : at + len(prompt)] == prompt
+    assert decision[at + len(prompt) :] == [
+        *("cuMemcpyHtoDAsync_v2", "score_parts", "score_rows", "cuMemcpyDtoHAsync_v2", "cuStreamSynchronize")
+    ]
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_first_decision_of_a_few_candidates_takes_no_memory(fake: Fake, kernels, fixtures: Path, name: str) -> None:
+    """But for the states behind a tree's tokens, where a family has any."""
+    tree = Step([1] * 8, [*range(5), 5, 6, 5], [*range(-1, 4), 4, 5, 4], [4, 5, 6, 7], 5)
+    with GGUF.open(fixtures / "exact" / f"{name}-f16.gguf") as gguf:
+        calls = calls_of(
+            fake, (gguf, archs.build(gguf)), lambda executor: executor.score(tree, [[1, 2], [3], [4], [5]])
+        )
+    assert calls.count("cuMemAlloc_v2") == (name in ("qwen35", "qwen35moe", "qwen3next"))
+    assert not [call for call in calls if call.startswith(("cuMemFree", "cuMemHost", "cuMemCreate"))]
+
+
+@needs_kernels
+def test_a_first_decision_of_a_session_is_one_that_comes_again(fake: Fake, kernels, model) -> None:
+    """Whoever asks for progress has all weights before the first step, which then waits for none."""
+    gguf, plan = model
+    executor = CudaExecutor(gguf, plan, 64, progress=lambda *_: None, opening=start_driver(0, fake.path))
+    before = len(fake.log)
+    decisions(executor)
+    assert not any(line.startswith("cuStreamWaitEvent") for line in fake.log[before:])
+    assert list(executor._kept.shapes) == [(32, 8, True, 0, 0)]
+    executor.close()
 
 
 @needs_kernels
@@ -480,7 +535,7 @@ def test_a_text_that_grows_is_expanded_in_room_that_grows(
         assert (addresses[0] != addresses[3]) == (not n_reserved)
         assert {"halve", "expand", "attention_prefill_exact"} <= launched
         assert places.expanded_capacity == 4096
-        executor.forward(Step.text(range(8), 2760, range(8)))  # other buffers, for as many as before
+        executor.forward(Step.text(range(9), 2760, range(9)))  # other buffers, for as many as before
         assert places.expanded_capacity == 4096 and addresses[-1] != (places.values, places.scratch)
         executor.close()
 
@@ -498,6 +553,7 @@ def test_memory_that_a_step_lacks_leaves_none_that_is_gone(
 ) -> None:
     """From any allocation of a larger step on, there is no more memory. The sequence is as it was, and nothing that was
     freed is used by the steps behind it."""
+    has_states = name == "qwen35"
     for n_granted in range(20):
         with GGUF.open(fixtures / "exact" / f"{name}-f16.gguf") as gguf:
             executor = opened(fake, (gguf, archs.build(gguf)))
@@ -514,7 +570,7 @@ def test_memory_that_a_step_lacks_leaves_none_that_is_gone(
 
             device.cu.cuMemAlloc_v2 = granted
             try:
-                executor.score(big, [[1]] * len(big.rows))
+                executor.score(big, [[1] * 64] * len(big.rows))
             except OutOfMemoryError:
                 assert executor.n_past == 20
             else:
@@ -525,13 +581,14 @@ def test_memory_that_a_step_lacks_leaves_none_that_is_gone(
                 executor.score(step, [[1]] * len(step.rows))
                 used = [p.control, p.rows, p.values, p.selected, p.scratch, *p.tables.values()]
                 if step.n_keep == 0:
-                    used += [p.parents, p.mask, p.branches]
+                    used += [p.parents, p.mask, *([p.branches] if has_states else [])]
                 rooms = [range(m.address, m.address + m.size) for m in device.resources.values() if hasattr(m, "size")]
                 assert all(any(at in room for room in rooms) for at in used)
             executor.close()
             fake.reset()
     executor.close()
-    assert n_granted == (2 if big.n_keep else 4)  # log-probabilities, working space; ancestors and states of a tree
+    # Log-probabilities, working space; ancestors and states of a tree.
+    assert n_granted == (2 if big.n_keep else 3 + has_states)
 
 
 @needs_kernels

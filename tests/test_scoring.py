@@ -315,7 +315,7 @@ def test_bad_requests(fixtures: Path) -> None:
             with pytest.raises(InvalidRequestError, match=f"candidate 1 is of type {type(wrong).__name__}") as typed:
                 engine.score("x", ["a", wrong])  # type: ignore[list-item]
             assert typed.value.field == "candidates[1]"
-        with pytest.raises(InvalidRequestError, match="more than the 4096"):
+        with pytest.raises(InvalidRequestError, match="4096 are scored at most"):
             engine.score("x", ["a"] * 4097)
         for prompt, candidates, field in (
             ("x", ["a", "word " * 100], "candidates[1]"),

@@ -28,7 +28,7 @@ pytest_plugins = ["fakecuda.fixtures"]
 KERNELS = Path(launch.LIB) / "sm_90a" / "kernels.txt"
 pytestmark = pytest.mark.skipif(not KERNELS.exists(), reason="the kernels are not built: kernels/build.py all")
 
-KINDS = ("F32", "F16", "Q8_0", "Q4_K", "Q6_K", "IQ3_S")
+KINDS = ("F32", "F16", "Q8_0", "Q4_K", "Q6_K", "IQ3_S", "NVFP4")
 """Types whose products are made for the emulated device: of every kind that is treated differently."""
 FAMILY = re.compile(r"(matvec|mma|few|widen|grouped|embed|attention_(?:decode|prefill|latent)|delta_(?:rule|tree))_.*")
 

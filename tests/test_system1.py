@@ -181,8 +181,8 @@ def test_a_file_is_read_as_it_is_meant(tiny: Path, content: str, kind: str | Non
         ('["a", ""]', None, ["candidate 1 is empty"]),
         ("[]", None, ["no candidates"]),
         ("\n\n", None, ["no candidates"]),
-        ("a\n" * 4097, None, ["more than the 4096"]),
-        (json.dumps(["a"] * 4097), None, ["more than the 4096"]),
+        ("a\n" * 4097, None, ["4096 are scored at most"]),
+        (json.dumps(["a"] * 4097), None, ["4096 are scored at most"]),
         ("a\nb\udcff", None, ["not UTF-8: byte 3"]),
     ],
 )

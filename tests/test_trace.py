@@ -130,8 +130,7 @@ def test_scoring_is_traced(tiny: Path, tmp_path: Path) -> None:
     done = reflex(*arguments, "--trace", file, "--timings", "json")
     assert done.stdout == reflex(*arguments).stdout
     names = [event["name"] for event in events_of(file) if event["track"] == "main" and event["ph"] == "X"]
-    # Its candidates are tokenised behind the start, with the prompt.
-    assert names == [*(name for name in MAIN[:-1] if name != "tokens"), "tokens", "reserve", "scores", "flush"]
+    assert names == [*MAIN[:-1], "reserve", "scores", "flush"]
     said = json.loads(done.stderr)
     assert said["timings"]["score_ms"] > 0 and said["usage"]["prompt_tokens"] > 0
 
@@ -528,6 +527,10 @@ def test_the_instrument_sees_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> 
     early = [*good[:3], bar("compute", "blk.1", 7.5, 8)]
     assert timeline.disagreements(early, 0.01) == ["blk.1 is computed 1.500 ms before it has arrived"]
     assert timeline.lateness(early) == 1.5
+    first = bar("upload", "experts first", 6, 10)
+    rest = [bar("copy", "blk.0", 9, 12), bar("copy", "blk.1", 12, 15)]
+    assert timeline.disagreements([*good, *rest, first], 0.01) == [] and timeline.lateness([*good, *rest, first]) == 0
+    assert len(timeline.disagreements([*good, *rest], 0.01)) == 2
     both = [bar("compute", "blk.0", 5, 6), bar("compute", "blk.1", 5.5, 6)]
     assert timeline.disagreements(both, 0.01) == ["compute: blk.1 begins 0.500 ms before blk.0 ends"]
 

@@ -11,7 +11,7 @@ from reflex_ipc.cuda import families, lower
 from reflex_ipc.cuda.driver import gib
 from reflex_ipc.cuda.memory import aligned
 from reflex_ipc.cuda.places import PAGE, CacheLayout
-from reflex_ipc.cuda.room import LEAST_TOKENS, Room, ancestor_bytes, largest_step, step_limit
+from reflex_ipc.cuda.room import LEAST_ROWS, LEAST_TOKENS, Room, ancestor_bytes, largest_step, step_limit
 from reflex_ipc.cuda.sampling import CONTROL
 from reflex_ipc.errors import OutOfMemoryError
 
@@ -66,7 +66,7 @@ class Buffers:
         self._has_asked = False  # for room for them
         self._granted = 0, 0  # tokens of a step that memory holds, and the positions with it: counting takes 1 ms
         self._make_fixed()
-        self._hold_values(LEAST_TOKENS, 1, 0)
+        self._hold_values(LEAST_TOKENS, LEAST_ROWS, 0)
 
     def _make_fixed(self) -> None:
         """What no step changes the size of: rotary frequencies, room for partial results, counters."""
@@ -81,7 +81,7 @@ class Buffers:
         partial, tickets = aligned(self._lowering.partial_bytes()), self._lowering.ticket_bytes() + 4
         sizes = [partial, tickets, len(frequencies), len(counted), 2 * n_recurrent]
         arena = device.arena(sum(map(aligned, sizes)), "partial results and recurrent states")
-        p.partial = arena.take(partial, "partial results")
+        p.partial, self._partial_size = arena.take(partial, "partial results"), partial
         p.tickets = arena.take(tickets, "counters")
         p.zero = p.tickets + tickets - 4
         self._stream.fill(p.tickets, 0, tickets)
@@ -153,7 +153,7 @@ class Buffers:
         sizes = {_ANCESTORS: 0 if is_small else ancestor_bytes(n_tokens), _BRANCHES: self._branch(n_tokens)}
         if any(self._size(what) < size for what, size in sizes.items() if what in self._rooms):
             self._forget()
-        p.branches = self._room(_BRANCHES, sizes[_BRANCHES])
+        p.branches = self._room(_BRANCHES, sizes[_BRANCHES]) if sizes[_BRANCHES] else 0
         p.parents = p.ancestors if is_small else self._room(_ANCESTORS, sizes[_ANCESTORS])
         p.mask = p.parents + 4 * n_tokens
 
@@ -209,8 +209,9 @@ class Buffers:
         self._backed = self._layout.pages(n_tokens) * PAGE
 
     def hold_scores(self, size: int) -> int:
-        """The address of room for log-probabilities, which no launch that is kept knows."""
-        return self._room("log-probabilities", size)
+        """The address of room for log-probabilities: where decoding's attention has its partial results, or where that
+        is too little, memory that no launch that is kept knows."""
+        return self.places.partial if size <= self._partial_size else self._room("log-probabilities", size)
 
     def hold_answers(self) -> None:
         """Page-locked memory for log-probabilities, `answers`: it takes milliseconds, and is asked for once."""

@@ -52,21 +52,21 @@ def _step(low: "Lowering", state: str, shape: "Shape") -> bytes:
     return _STEP.pack(p.control, p.parents if shape.is_tree else 0, at, at + distance, shape.n_tokens, 0)
 
 
-def conv(low: "Lowering", op: ops.Conv, shape: "Shape") -> "Iterator[Launch]":
+def _conv(low: "Lowering", op: ops.Conv, shape: "Shape") -> "Iterator[Launch]":
     width, kernel = op.x.width, low.plan.weights[op.weight].ne[0]
     arguments = [_step(low, op.state, shape), low.at(op.out), low.at(op.x), low.weight(op.weight), width, kernel]
     yield low.launch("conv", (-(-width // 128), shape.n_tokens, 1), 128, arguments)
 
 
-def l2_norm(low: "Lowering", op: ops.L2Norm, shape: "Shape") -> "Iterator[Launch]":
+def _l2_norm(low: "Lowering", op: ops.L2Norm, shape: "Shape") -> "Iterator[Launch]":
     width = op.x.width // op.n_group
     grid = (shape.n_tokens * op.n_group, 1, 1)
     yield low.launch("l2_norm", grid, low.row_block(width), [low.at(op.out), low.at(op.x), width, op.eps])
 
 
-def delta_rule(low: "Lowering", op: ops.DeltaRule, shape: "Shape") -> "Iterator[Launch]":
+def _rule(low: "Lowering", op: ops.DeltaRule, shape: "Shape") -> "Iterator[Launch]":
     q, k, v = (low.at(value) for value in (op.q, op.k, op.v))
-    yield from _delta_rule(low, op, shape, low.at(op.out), (q, k, v), (op.q.width, op.v.width), low.places.scratch)
+    yield from _rule_of(low, op, shape, low.at(op.out), (q, k, v), (op.q.width, op.v.width), low.places.scratch)
 
 
 def _head_widths(op: ops.DeltaRule) -> tuple[int, int]:
@@ -79,7 +79,7 @@ def _chunk_bytes(op: ops.DeltaRule, n_tokens: int) -> int:
     return -(-n_tokens // CHUNK) * (op.n_head_k * CHUNK_KEYS + op.n_head_v * CHUNK_GATES)
 
 
-def _delta_rule(
+def _rule_of(
     low: "Lowering",
     op: ops.DeltaRule,
     shape: "Shape",
@@ -118,7 +118,7 @@ def _delta_rule(
     yield low.launch(kernel, (op.n_head_v, -(-d_v // columns), 1), 128, [arguments])
 
 
-def delta_group(low: "Lowering", group: "Group", shape: "Shape") -> "Iterator[Launch]":
+def _group(low: "Lowering", group: "Group", shape: "Shape") -> "Iterator[Launch]":
     """The whole of a delta net between its products: one launch for a token, three or four for more."""
     conv, _, _, l2, _, _, rule, norm, gate = group.parts
     d, _ = _head_widths(rule)
@@ -154,15 +154,15 @@ def delta_group(low: "Lowering", group: "Group", shape: "Shape") -> "Iterator[La
     yield low.launch("conv_heads", (-(-n // 8), heads + rule.n_head_v, 1), 256, arguments)
     q, k, v = (qkv + 4 * start for start in (0, n_key, 2 * n_key))
     chunks = mixed + 4 * n * rule.v.width
-    yield from _delta_rule(low, rule, shape, mixed, (q, k, v), (width, width), chunks)
+    yield from _rule_of(low, rule, shape, mixed, (q, k, v), (width, width), chunks)
     rows = n * rule.n_head_v
     arguments = [low.at(gate.out), mixed, low.at(gate.gate), low.weight(norm.weight), rows, d, norm.eps]
     yield low.launch("norm_gate", (-(-rows // 8), 1, 1), 256, arguments)
 
 
 METHODS: "dict[type | str, Callable[..., Iterator[Launch]]]" = {
-    ops.Conv: conv,
-    ops.L2Norm: l2_norm,
-    ops.DeltaRule: delta_rule,
-    "delta": delta_group,
+    ops.Conv: _conv,
+    ops.L2Norm: _l2_norm,
+    ops.DeltaRule: _rule,
+    "delta": _group,
 }

@@ -12,7 +12,7 @@ from reflex_ipc.cuda.buffers import Buffers
 from reflex_ipc.cuda.device import start_driver
 from reflex_ipc.cuda.driver import gib
 from reflex_ipc.cuda.fuse import alone, fused
-from reflex_ipc.cuda.graph import Known
+from reflex_ipc.cuda.graph import Kept
 from reflex_ipc.cuda.launch import Kernels
 from reflex_ipc.cuda.linear import FEW
 from reflex_ipc.cuda.lower import Lowering
@@ -146,7 +146,7 @@ class CudaExecutor:
 
             self._tracing = Tracing(self._trace, device, self._stream, upload, weights)
         self._places = places = Places()
-        self._known = Known(self._stream)
+        self._kept = Kept(self._stream)
         self._lowering = Lowering(
             device, self._kernels, self._stream, plan, groups, columns, places, lambda name: base + weights.place[name]
         )
@@ -172,7 +172,7 @@ class CudaExecutor:
             )
 
     def _forget(self) -> None:
-        self._known.forget()
+        self._kept.forget()
         self._shape = _NOTHING
 
     # The sequence
@@ -207,7 +207,7 @@ class CudaExecutor:
         """`comes_again`: other steps will have the same shape, so that it is worth keeping, and a graph."""
         try:
             shape = self._begin(step)
-            is_queued = comes_again and self._tracing is None and self._known.replay(shape.key)
+            is_queued = comes_again and self._tracing is None and self._kept.replay(shape.key)
             # What is queued can't be called back, and queueing takes milliseconds: asking in between costs more than it
             # saves, but for the first step, which waits for the weights. A graph is one call, and runs while this asks.
             go_on(poll)
@@ -301,11 +301,11 @@ class CudaExecutor:
         at once, not only when the shape has come a second time.
         """
         is_long = shape.n_tokens >= LONG_STEP
-        known = self._known.launches(shape.key) if tracing is None and not is_long else None
+        known = self._kept.launches(shape.key) if tracing is None and not is_long else None
         if known:
             yield from known
             return
-        is_loaded = self._waited == len(self._weights.groups) - 1
+        is_loaded = self._is_loaded
         is_new = known is None and not comes_again
         self._lowering.is_dependent = is_loaded and self._lowering.can_depend
         self._lowering.is_passing = is_new or not is_loaded
@@ -342,7 +342,12 @@ class CudaExecutor:
             if routed is not None:
                 routed.end()
         if is_loaded and not is_long:
-            self._known.keep(shape.key, made)
+            self._kept.keep(shape.key, made)
+
+    @property
+    def _is_loaded(self) -> bool:
+        """Whether what is queued from here on finds all weights on the device."""
+        return self._waited == len(self._weights.groups) - 1
 
     def _wait(self, index: int) -> None:
         """What is queued from here on finds the weights' group `index`, and those before it, on the device."""
@@ -359,6 +364,8 @@ class CudaExecutor:
             progress("weights", queued, total)
             time.sleep(REPORT_EVERY)
         self._upload.join()
+        self._wait(len(self._weights.groups) - 1)
+        self._upload.stamp()
         progress("weights", total, total)
 
     # Logits
@@ -379,20 +386,24 @@ class CudaExecutor:
     def score(self, step: Step, targets: "Sequence[Sequence[int]]", poll: "Poll | None" = None) -> "ScoredRows":
         """Run a step; the log-probabilities of each row's targets, and its logsumexp. Logits never leave the device;
         those of HEAD_ROWS rows are held at once."""
-        from reflex_ipc.cuda.steps import log_probabilities, rounded, score_bytes
+        from reflex_ipc.cuda.steps import KERNELS, log_probabilities, rounded, score_bytes
         from reflex_ipc.scores import ScoredRows
 
         n_vocab = self.plan.n_vocab
+        for name in KERNELS:
+            self._kernels.function(name)  # loaded here, not behind a first step's wait for weights
         starts = range(0, len(step.rows), HEAD_ROWS)
         n_most = max(sum(map(len, targets[start : start + HEAD_ROWS])) for start in starts)
         at = self._buffers.hold_scores(score_bytes(min(HEAD_ROWS, len(step.rows)), n_most, n_vocab))
-        if self._known.steps:  # decisions come again
+        if self._kept.step_graphs:  # decisions come again
             self._buffers.hold_answers()
         found = ScoredRows([], [])
         for start in starts:
             rows = step.rows[start : start + HEAD_ROWS]
             if start == 0:
-                first = rounded(step._replace(rows=rows))
+                first = step._replace(rows=rows)
+                if self._is_loaded:  # else no launch is kept, and experts would be fetched for what nothing sees
+                    first = rounded(first)
                 self._forward(first, poll, comes_again=len(first.tokens) <= FEW)
             else:
                 self._head(len(step.tokens), rows, poll)
@@ -462,14 +473,14 @@ class CudaExecutor:
         """Queue the step of the token just sampled and the choice of the next; returns the number of its mail."""
         self._buffers.back(self._n_past + 1)
         n_splits = self._lowering.n_splits(self._n_past + 1)
-        graph = self._known.tokens.get((n_splits, kind))
+        graph = self._kept.token_graphs.get((n_splits, kind))
         if graph is None:
             self._wait(len(self._weights.groups) - 1)
             launches = [
                 *self._launches(Shape(1, 1, False, n_splits)),
                 *self._sampling.launches(kind, self._logits(0), dependent=self._lowering.can_depend),
             ]
-            graph = self._known.tokens[n_splits, kind] = self._known.recorded(launches)
+            graph = self._kept.token_graphs[n_splits, kind] = self._kept.recorded(launches)
         if self._tracing is not None:
             self._tracing.begin("token")
         graph.launch(self._stream)

@@ -78,11 +78,11 @@ def check(plan: "Plan") -> None:
 
 
 def _refusal(op: "ops.Op") -> str | None:
-    """Why the kernels cannot run this op, or None."""
+    """Why the kernels cannot run this op, or None; the module that makes its launches is imported."""
     if type(op) not in MODULES:
         return f"({type(op).__name__}) has no CUDA kernel yet"
     if MODULES[type(op)] != "lower":
-        method(type(op))  # its module is there from now on
+        method(type(op))
     if isinstance(op, ops.Attention):
         for width, what in ((op.k.width, "keys"), (op.v.width, "values")):
             d = width // op.n_head_kv

@@ -49,6 +49,8 @@ class Format(NamedTuple):
 
 
 FLOATS = ("F32", "F16", "BF16")
+LOSSLESS = (*FLOATS, "NVFP4")
+"""Weights that lose nothing that counts as halves."""
 FORMATS = {
     "F32": Format(8, 1, 4),
     "F16": Format(16, 1, 2),
@@ -102,7 +104,7 @@ FEW_WIDTH = 16
 """The narrowest of `few.cuh`: of the types of `WHOLE`, on sm_90a."""
 COMMON = ("F16", "BF16", "Q4_0", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 """What most models are made of."""
-RARE = ("NVFP4", "Q1_0", "Q2_0", "TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
+RARE = ("Q1_0", "Q2_0", "TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 """What few models have, and none is made of."""
 WHOLE = ("Q4_K", "Q5_K", "Q6_K")
 """What `kernels/whole.cuh` multiplies as whole numbers: on sm_90a x comes in an order of its own, and four warps
@@ -114,4 +116,6 @@ def widths(kind: str) -> tuple[int, ...]:
     types whose arithmetic is what takes the time."""
     if kind in COMMON:
         return tuple(width for width in WIDTHS if width != 32 or kind in ("Q8_0", "Q4_K", "Q6_K"))
-    return (MATMUL_WIDTH,) if kind in RARE else (*WIDTHS[:2], WIDTHS[-1])
+    if kind in RARE:
+        return (MATMUL_WIDTH,)
+    return (MATMUL_WIDTH, WIDTHS[-1]) if kind == "NVFP4" else (*WIDTHS[:2], WIDTHS[-1])

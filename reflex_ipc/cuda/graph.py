@@ -103,31 +103,31 @@ class GraphExec(Resource):
         cu.check(cu.cuGraphExecDestroy(self.handle), "destroying a graph")
 
 
-class Known:
-    """What is kept of steps on a stream whose shape may come again: their launches, and what was recorded of them.
+class Kept:
+    """What is kept of steps on a stream that may come again: their launches, and graphs that were recorded of them.
 
-    `shapes`: launches by `places.Shape.key`; none where a shape was met once. `steps`: graphs of them. `tokens`: graphs
-    of decoding, by how many blocks share positions and how the next token is chosen.
+    `shapes`: launches by `places.Shape.key`, an empty list where the shape was met once. `step_graphs` have the same
+    keys. `token_graphs`: of decoding, by how many blocks share positions and how the next token is chosen.
     """
 
-    __slots__ = ("_stream", "shapes", "steps", "tokens")
+    __slots__ = ("_stream", "shapes", "step_graphs", "token_graphs")
 
     def __init__(self, stream: "Stream") -> None:
         self._stream = stream
         self.shapes: dict[ShapeKey, list[Launch]] = {}
-        self.steps: dict[ShapeKey, GraphExec] = {}
-        self.tokens: dict[tuple[int, str], GraphExec] = {}
+        self.step_graphs: dict[ShapeKey, GraphExec] = {}
+        self.token_graphs: dict[tuple[int, str], GraphExec] = {}
 
     def forget(self) -> None:
         """An address that launches know became another."""
         self.shapes.clear()
-        for graphs in (self.steps, self.tokens):
+        for graphs in (self.step_graphs, self.token_graphs):
             for graph in graphs.values():
                 graph.close()
             graphs.clear()
 
     def launches(self, key: "ShapeKey") -> "list[Launch] | None":
-        """Of a shape: none where it was met once, None where it is not known."""
+        """Of a shape: an empty list where it was met once, None where it was not."""
         return _used(self.shapes, key)
 
     def keep(self, key: "ShapeKey", launches: "list[Launch]") -> None:
@@ -136,13 +136,13 @@ class Known:
     def replay(self, key: "ShapeKey") -> bool:
         """Queue a known shape's launches with one call; False where it is not known. Recording them takes some
         milliseconds."""
-        graph = _used(self.steps, key)
+        graph = _used(self.step_graphs, key)
         if graph is None:
             launches = _used(self.shapes, key)
             if not launches:
                 return False
             graph = self.recorded(launches)
-            if (dropped := _keep(self.steps, key, graph)) is not None:
+            if (dropped := _keep(self.step_graphs, key, graph)) is not None:
                 dropped.close()
         graph.launch(self._stream)
         return True

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from struct import Struct
 from typing import NamedTuple
 
-from reflex_ipc.cuda.formats import FLOATS
+from reflex_ipc.cuda.formats import LOSSLESS
 from reflex_ipc.cuda.memory import aligned
 
 TYPE_CHECKING = False
@@ -121,12 +121,12 @@ class Call(NamedTuple):
 
 class Scratch:
     """How scratch is divided: n rows of x as halves and their powers of two, then rows of W and theirs. Exact products
-    have a second plane with what halves lose, of x and of quantised W."""
+    have a second plane with what halves lose, of x and, where it counts, of W."""
 
     def __init__(self, scratch: int, n: int, width: int, exact: bool = False, kind: str = "") -> None:
         self.padded = aligned(width, 256)
         self.x_stride = self.padded * (2 if exact else 1)
-        self.w_planes = 2 if exact and kind not in FLOATS else 1
+        self.w_planes = 2 if exact and kind not in LOSSLESS else 1
         self.products = (1 + self.w_planes) if exact else 1
         """Planes that are multiplied with each other."""
         self.x = scratch

@@ -16,6 +16,9 @@ HEAD_ROWS = 1024
 LEAST_TOKENS = 64
 """Tokens there is room for at least, more once a step has more; and the most that a tree may have whose ancestors lie
 among a step's inputs."""
+LEAST_ROWS = 8
+"""Rows that want logits there is room for at least: those of a few candidates. A first decision would make other
+buffers for them, and give these back, while weights are on their way."""
 _GRID = 65535
 """Blocks in a grid's second dimension: a kernel has one a token, or one a tile of an expert's tokens."""
 _NOT_FULL = 4096
@@ -46,10 +49,10 @@ class Room:
 
 
 def working_space(plan: "Plan", columns: Columns, n_tokens: int, n_positions: int) -> int:
-    """About the bytes of a `Room` of `n_tokens`, one of which wants logits, that leave the cache with `n_positions`;
-    where there is no device yet whose limits say what scratch its launches need: that and all that is small is put at
-    64 MiB, beside what latents are expanded to."""
-    need = 4 * (n_tokens * columns.width + columns.selected_width) + (64 << 20)
+    """About the bytes of a `Room` of `n_tokens`, LEAST_ROWS of which want logits, that leave the cache with
+    `n_positions`; where there is no device yet whose limits say what scratch its launches need: that and all that is
+    small is put at 64 MiB, beside what latents are expanded to."""
+    need = 4 * (n_tokens * columns.width + LEAST_ROWS * columns.selected_width) + (64 << 20)
     if n_tokens > families.ABSORBED and families.can_expand(plan):
         from reflex_ipc.cuda import latent  # only some models need it
 

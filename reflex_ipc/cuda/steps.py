@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 ROUNDED = 8
 """Tokens of a short step that is scored, and rows of it, come in multiples of this."""
-_THREADS, _PART = 512, 8192  # of kernels/score.cu
+KERNELS = PARTS, ROWS = "score_parts", "score_rows"  # of kernels/score.cu
+_THREADS, _PART = 512, 8192
 
 
 def rounded(step: Step) -> Step:
     """A short step with tokens that nothing sees, and its last row again, up to multiples of ROUNDED: the same launches
     then serve it whatever its length. Making them takes milliseconds, the tokens next to nothing: a block multiplies as
-    many rows as the next of `formats.WIDTHS` anyway."""
+    many rows as the next of `formats.WIDTHS` anyway. They are routed like others, though."""
     n, more = len(step.tokens), -len(step.tokens) % ROUNDED
     if n > FEW or not step.rows:
         return step
@@ -84,9 +85,9 @@ def log_probabilities(
     out = first + len(words) if mail is None else mail.device_address
     stream.to_device(first, words)
     for name, grid, arguments in (
-        ("score_parts", (n_parts, n_rows, 1), [at, logits, n_vocab]),
+        (PARTS, (n_parts, n_rows, 1), [at, logits, n_vocab]),
         (
-            "score_rows",
+            ROWS,
             (n_rows, 1, 1),
             [out, out + 4 * n_targets, at, n_parts, logits, first, first + 4 * len(starts), n_vocab],
         ),

@@ -213,7 +213,9 @@ def route(op: ops.Route, run: Run) -> Array:
     logits = run[op.logits]
     p = softmax(logits) if op.gating == "softmax" else sigmoid(logits)
     selection = p if op.bias is None else p + run.weights[op.bias]
-    p = np.where(np.isnan(selection).any(axis=-1, keepdims=True), np.float32(np.nan), p)  # else it would go unseen
+    # Else an expert that can never be chosen, or always is, would go unseen.
+    is_whole = (np.isfinite(logits) & np.isfinite(selection)).all(axis=-1, keepdims=True)
+    p = np.where(is_whole, p, np.float32(np.nan))
     if op.n_group > 1:
         groups = selection.reshape(len(p), op.n_group, -1)
         best = -np.sort(-groups, axis=-1)

@@ -6,7 +6,7 @@ import numpy as np
 
 from reflex_ipc.cuda import linear
 from reflex_ipc.cuda.few import few
-from reflex_ipc.cuda.formats import FEW_WIDTH, FLOATS, FORMATS, PAIRS, WHOLE, widths
+from reflex_ipc.cuda.formats import FEW_WIDTH, FLOATS, FORMATS, LOSSLESS, PAIRS, WHOLE, widths
 from reflex_ipc.cuda.products import Call, Input, Matrix
 from reflex_ipc.smoke.bench import Bench, Outcome
 from reflex_ipc.smoke.layer import Array, Weight, float_weight, numbers, outcome, rms, sigmoid, weight
@@ -33,7 +33,7 @@ def types(bench: Bench) -> Iterator[Outcome]:
         yield from _embedding(bench, both[0])
         if kind == "F32":
             continue
-        one, more = (FLOAT, FLOAT) if kind in FLOATS else (ONE_ROW, HALVES)
+        one, more = FLOAT if kind in FLOATS else ONE_ROW, FLOAT if kind in LOSSLESS else HALVES
         for n in (1, *(width - 1 for width in widths(kind)), MANY):  # a row less than a block takes
             yield from _product(bench, rows[:n], both, one if n == 1 else more)
             yield from _swiglu(bench, rows[:n], both, 2 * one if n == 1 else 2 * HALVES)

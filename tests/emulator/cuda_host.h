@@ -45,6 +45,7 @@ inline half __float2half_rn(float x) { return half(x); }
 inline half2 __floats2half2_rn(float x, float y) { return {half(x), half(y)}; }
 inline float2 __half22float2(half2 x) { return {float(x.x), float(x.y)}; }
 
+using std::isfinite;
 #define CUDART_INF_F INFINITY
 #define CUDART_NAN_F NAN
 

@@ -1,5 +1,0 @@
-// Matrix products with MXFP4 and NVFP4 weights.
-#include "formats.cuh"
-
-REFLEX_FORMAT(mxfp4, MXFP4)
-REFLEX_RARE_FORMAT(nvfp4, NVFP4)

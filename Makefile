@@ -12,7 +12,7 @@ help:
 	@echo 'make check   format, lint and type check'
 	@echo 'make format  rewrite the sources in the project style'
 	@echo 'make bench   measure on the GPU of this machine, into docs/benchmarks/'
-	@echo 'make bench-report  write docs/benchmarks.md from what was measured'
+	@echo 'make bench-report  write docs/benchmarks.md and docs/benchmarks/since.md from what was measured'
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)
@@ -61,6 +61,7 @@ bench:
 
 bench-report:
 	$(PYTHON) bench/report.py
+	$(PYTHON) bench/report.py docs/benchmarks/since --out docs/benchmarks/since.md
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -5,8 +5,9 @@
 
 A long list of measurements is run in pieces (`bench/device.py OUT --only idle --models qwen3-8b`), on machines that are
 gone afterwards. CALL is what a piece wrote: a folder, an archive of one, a file. Files are named after what is in them,
-so that pieces do not overwrite each other. Starts of one row that were measured in two pieces are put together if file,
-command and environment are the same; of anything else that was measured twice the newer stays, and it is said.
+so that pieces do not overwrite each other. Starts, or requests behind a pipe, of one row that were measured in two
+pieces are put together if file, command and environment are the same; of anything else that was measured twice the
+newer stays, and it is said.
 Collecting the same piece again changes nothing. Results of other sources, machines or model files are refused, and so
 is a file that lacks what is needed (bench/shape.py). Other files in the folder are left alone.
 """
@@ -27,7 +28,7 @@ import report
 from measure import NO_TIME, MeasurementError
 
 Document = dict[str, Any]
-POOLED = ("first_ms", "exit_ms")  # of a row of cold starts: run after run
+POOLED = {"coldstart": ("first_ms", "exit_ms"), "stdio": ("seconds", "inside_s")}  # by kind: a row's run after run
 
 
 def read(source: Path) -> list[Document]:
@@ -81,7 +82,7 @@ def joined(old: Document | None, new: Document) -> tuple[Document, str]:
     if set(pieces) <= set(before):
         return old, "there already"
     is_newer = str(new["when"]) >= str(old["when"])
-    if new["kind"] != "coldstart":
+    if new["kind"] not in POOLED:
         return (
             ({**new, "pieces": pieces}, "newer, in place of what was there") if is_newer else (old, "older, left out")
         )
@@ -91,9 +92,10 @@ def joined(old: Document | None, new: Document) -> tuple[Document, str]:
         same = rows.get(compare.key(row))
         if same is None:
             rows[compare.key(row)] = row
-        elif (same["command"], same["env"]) == (row["command"], row["env"]):
-            runs = {times: [*same[times], *row[times]] for times in POOLED}
-            rows[compare.key(row)] = {**row, **runs, "n": same["n"] + row["n"]}
+        elif all(same.get(how) == row.get(how) for how in ("command", "env")):
+            runs = {times: [*same[times], *row[times]] for times in POOLED[new["kind"]] if times in row}
+            counted = {"n": same["n"] + row["n"]} if "n" in row else {}
+            rows[compare.key(row)] = {**row, **runs, **counted}
         else:
             rows[compare.key(row)] = row if is_newer else same
             replaced.append(row["contender"])

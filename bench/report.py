@@ -1,7 +1,7 @@
 """Results as a page: docs/benchmarks.md with its tables, and the plots beside it.
 
     python bench/report.py                         docs/benchmarks/*.json -> docs/benchmarks.md, docs/benchmarks/*.svg
-    python bench/report.py RESULTS --out PAGE.md
+    python bench/report.py RESULTS --out PAGE.md   the plots go to PAGE/
 
 All results of a page come from one machine and one state of the sources; others are refused.
 """
@@ -45,7 +45,7 @@ def page(documents: Sequence[Mapping[str, Any]], plots: str) -> tuple[str, dict[
     rows = {kind: [r for d in documents if d["kind"] == kind for r in d["rows"]] for kind in ("coldstart", "energy")}
     pictures: dict[str, str] = {}
     parts = [
-        "# Benchmarks\n\nMade by `make bench-report` from the JSON files in `docs/benchmarks/`, which hold every run. "
+        f"# Benchmarks\n\nMade by `make bench-report` from the JSON files in `{plots}/`, which hold every run. "
         "The instruments are in `bench/`; the head of each says what it measures and how.",
         _origin(documents),
     ]

@@ -45,7 +45,7 @@ def row(contender: str, runs: list[float], state: str = "idle", model: str = "m.
 
 
 def result(when: str, rows: list[dict[str, Any]], kind: str = "coldstart", **more: Any) -> dict[str, Any]:
-    files = dict.fromkeys(row["model"] for row in rows) or {"m.gguf": None}
+    files = dict.fromkeys(row.get("model", "m.gguf") for row in rows) or {"m.gguf": None}
     return {
         "schema": 1,
         "kind": kind,
@@ -153,6 +153,17 @@ def test_pieces_become_one_set_and_a_page(tmp_path: Path):
     report = [sys.executable, ROOT / "bench" / "report.py", into, "--out", page]
     assert subprocess.run(report, capture_output=True, text=True).returncode == 0
     assert "| m.gguf | reflex | 5 | 5 | 3.0 | 11.0 |" in page.read_text()
+
+
+def test_requests_of_two_pieces_are_one_row(tmp_path: Path):
+    def asked(when: str, seconds: list[float]) -> Path:
+        later = {"what": "first token", "prompt_tokens": 30, "seconds": [9.0]}
+        decision = {"what": "score", "prompt_tokens": 30, "candidates": 3, "seconds": seconds, "inside_s": seconds[:1]}
+        return write(tmp_path / when, a={**result(when, [decision, later], "stdio"), "backend": "cuda"})
+
+    run(tmp_path / "into", asked("2", [3.0, 4.0]), asked("1", [1.0, 2.0]))
+    score, first = by_key(tmp_path / "into").values()
+    assert (score["seconds"], score["inside_s"], first["seconds"]) == ([1.0, 2.0, 3.0, 4.0], [1.0, 3.0], [9.0, 9.0])
 
 
 def test_energy_that_another_piece_has_is_no_longer_missing():

@@ -407,27 +407,29 @@ FIRST = Step.text([5, 9, 17], 0, [2])
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """The emulated driver, and its kernels."""
-    return str(library(KERNELS)), str(emulator.kernels(KERNELS, tmp_path_factory.mktemp("emulated")))
+def emulated_kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(emulator.kernels(KERNELS, tmp_path_factory.mktemp("emulated")))
+
+
+@pytest.fixture
+def emulated(emulated_kernels: str, held: None, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The emulated driver, whose devices compute; few experts are soon all of them."""
+    monkeypatch.setattr(linear, "linear", emulator.naive_linear)
+    monkeypatch.setattr(experts, "expert_linear", emulator.naive_experts)
+    monkeypatch.setattr(cuda, "Kernels", partial(launch.Kernels, lib=emulated_kernels))
+    monkeypatch.setattr(routed, "MOST", 0.9)
+    return str(library(KERNELS))
 
 
 @needs_kernels
 @pytest.mark.parametrize("name", ["qwen3moe", "qwen35moe", "qwen3next", "deepseek3"])
-def test_answers_are_those_of_a_whole_upload(
-    emulated: tuple[str, str], held: None, monkeypatch: pytest.MonkeyPatch, fixtures: Path, name: str
-) -> None:
+def test_answers_are_those_of_a_whole_upload(emulated: str, fixtures: Path, name: str) -> None:
     """Memory nobody has written is no number there: a step that used an expert before it came would show."""
-    path, lib = emulated
-    monkeypatch.setattr(linear, "linear", emulator.naive_linear)
-    monkeypatch.setattr(experts, "expert_linear", emulator.naive_experts)
-    monkeypatch.setattr(cuda, "Kernels", partial(launch.Kernels, lib=lib))
-    monkeypatch.setattr(routed, "MOST", 0.9)  # few experts are soon all of them
     found = {}
     with GGUF.open(fixtures / "exact" / f"{name}-f16.gguf") as gguf:
         plan = archs.build(gguf)
         for first in (True, False):
-            executor = CudaExecutor(gguf, plan, 64, opening=start_driver(0, path), experts_first=first)
+            executor = CudaExecutor(gguf, plan, 64, opening=start_driver(0, emulated), experts_first=first)
             if not first:
                 executor._upload.release()
             executor.reserve(40)
@@ -445,19 +447,12 @@ def test_answers_are_those_of_a_whole_upload(
 
 @needs_kernels
 @pytest.mark.parametrize("name", ["qwen3moe", "qwen35moe"])
-def test_a_decision_brings_the_experts_of_its_prompt_alone(
-    emulated: tuple[str, str], held: None, monkeypatch: pytest.MonkeyPatch, fixtures: Path, name: str
-) -> None:
-    path, lib = emulated
-    monkeypatch.setattr(linear, "linear", emulator.naive_linear)
-    monkeypatch.setattr(experts, "expert_linear", emulator.naive_experts)
-    monkeypatch.setattr(cuda, "Kernels", partial(launch.Kernels, lib=lib))
-    monkeypatch.setattr(routed, "MOST", 0.9)
+def test_a_decision_brings_the_experts_of_its_prompt_alone(emulated: str, fixtures: Path, name: str) -> None:
     found = []
     with GGUF.open(fixtures / "exact" / f"{name}-f16.gguf") as gguf:
         plan = archs.build(gguf)
         for is_scored in (False, True):
-            executor = CudaExecutor(gguf, plan, 64, opening=start_driver(0, path))
+            executor = CudaExecutor(gguf, plan, 64, opening=start_driver(0, emulated))
             executor.reserve(8)
             if is_scored:
                 executor.score(FIRST, [[1, 2, 3]])

@@ -2,6 +2,7 @@
 
 import json
 import time
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -407,6 +408,21 @@ def test_what_no_context_can_hold_is_refused_at_once(fixtures: Path) -> None:
         with pytest.raises(ContextOverflowError, match="candidate 1 has 6,000,000 characters, more than the"):
             engine.score("no", ["x", "no " * 2_000_000])
         assert time.monotonic() - began < 5
+
+
+def test_a_prompt_without_a_border_is_not_held_once_for_each_candidate(fixtures: Path) -> None:
+    """Candidates are looked up together while their texts are short; the rest of such a prompt is in each of them."""
+    with Engine.open(fixtures / "exact" / "llama-f16.gguf", backend="cpu") as engine:
+        prompt = "\u05e9\u05dc\u05d5\u05dd " * engine.n_ctx
+        assert engine.tokenizer.border(prompt) == 0
+        tracemalloc.start()
+        try:
+            with pytest.raises(ContextOverflowError, match="prompt and candidate 0 have"):
+                engine.score(prompt, ["x"] * 500)
+            _, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert most < 4 << 20
 
 
 def test_tokens_to_score_are_bounded():

@@ -60,8 +60,8 @@ bench:
 	$(PYTHON) bench/collect.py docs/benchmarks $(MEASURED) --fresh
 
 bench-report:
-	$(PYTHON) bench/report.py
-	$(PYTHON) bench/report.py docs/benchmarks/since --out docs/benchmarks/since.md
+	$(PYTHON) bench/report.py --note 'Of some of it there are newer figures: [since.md](benchmarks/since.md).'
+	$(PYTHON) bench/report.py docs/benchmarks/since --out docs/benchmarks/since.md --note 'Only what was measured again, on newer sources and another machine, since [everything](../benchmarks.md) was. Where both pages have a figure this is the newer; milliseconds of two machines do not compare, what is beyond the floor of each does.'
 
 clean:
 	rm -rf $(VENV) build *.egg-info

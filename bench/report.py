@@ -2,6 +2,7 @@
 
     python bench/report.py                         docs/benchmarks/*.json -> docs/benchmarks.md, docs/benchmarks/*.svg
     python bench/report.py RESULTS --out PAGE.md   the plots go to PAGE/
+    ... --note TEXT                                a sentence below the title, about this page and others
 
 All results of a page come from one machine and one state of the sources; others are refused.
 """
@@ -37,16 +38,17 @@ _STATES = {
 _CACHES = {"warm": "all of the model file in memory", "cold": "none of the model file in memory"}
 
 
-def page(documents: Sequence[Mapping[str, Any]], plots: str) -> tuple[str, dict[str, str]]:
-    """(the page, plots by file name). `plots` is the folder the page finds them in."""
+def page(documents: Sequence[Mapping[str, Any]], plots: str, note: str = "") -> tuple[str, dict[str, str]]:
+    """(the page, plots by file name). `plots` is the folder the page finds them in, and the results."""
     one_origin(documents)
     compare.by_key(documents)  # refuses doubles
     documents = sorted(documents, key=lambda d: max((model["bytes"] for model in d["models"]), default=0))
     rows = {kind: [r for d in documents if d["kind"] == kind for r in d["rows"]] for kind in ("coldstart", "energy")}
     pictures: dict[str, str] = {}
     parts = [
-        f"# Benchmarks\n\nMade by `make bench-report` from the JSON files in `{plots}/`, which hold every run. "
-        "The instruments are in `bench/`; the head of each says what it measures and how.",
+        f"# Benchmarks\n\nMade by `make bench-report` from the JSON files in [`{plots}/`]({plots}), which hold every "
+        "run. The instruments are in `bench/`; the head of each says what it measures and how."
+        + (f"\n\n{note}" if note else ""),
         _origin(documents),
     ]
     if rows["coldstart"]:
@@ -315,6 +317,7 @@ def _types(document: Mapping[str, Any]) -> str:
     """Every type with all counts of rows on one line, those of one path after the other, by bits a weight."""
     rows = {(row["type"], row["rows"]): row for row in document["rows"]}
     counts = sorted({count for _, count in rows})
+    ratios = [(row["against_nearest"], row) for row in rows.values() if "against_nearest" in row]
     body = []
     for row in sorted(rows.values(), key=lambda row: (row["rare"], row["bits"], row["type"])):
         if row["rows"] != counts[0]:
@@ -324,26 +327,27 @@ def _types(document: Mapping[str, Any]) -> str:
         line = [row["type"], f"{row['bits']:.2f}", "generic" if row["rare"] else "fast"]
         line += [f"{seconds * 1e6:.1f}" if seconds else "-" for seconds in took]
         line += [f"{row['bytes'] / seconds / 1e9:.0f}" if seconds else "-" for seconds in took]
-        line += [f"{of['against_nearest']:.2f}, {of['nearest']}" if of and "nearest" in of else "-" for of in each]
+        if ratios:
+            line += [f"{of['against_nearest']:.2f}, {of['nearest']}" if of and "nearest" in of else "-" for of in each]
         body.append(line)
     head = ["type", "bits a weight", "path", *(f"µs, M = {count}" for count in counts)]
     head += [f"GB/s, M = {count}" for count in counts]
-    head += [f"times the nearest, M = {count}" for count in counts]
-    ratios = [(row["against_nearest"], row) for row in rows.values() if "against_nearest" in row]
     said = ""
     if ratios:
+        head += [f"times the nearest, M = {count}" for count in counts]
         most, worst = max(ratios, key=lambda pair: pair[0])
         medians = [summary([row["against_median"] for _, row in ratios if row["rows"] == count]) for count in counts]
         said = (
+            " Types without a fast path of their own are held against the fast type whose bits a weight are nearest, "
+            "of several the fastest: both have about as much to read."
             f" The largest ratio is {most:.2f}, of {worst['type']} at M = {worst['rows']}; the bound is "
             f"{document['bound']:g}. Against the median of all fast types, the median rare one takes "
             + ", ".join(f"{s.median:.2f}" for s in medians) + f" times as long at M = {', '.join(map(str, counts))}."
         )  # fmt: skip
     return (
-        f"## Products with every type of weight\n\nOne matrix from {document['n_in']} to {document['n_out']}, all that "
-        "the executor launches for M rows of x, weights beyond the cache (`bench/rare_types.py`). Types without a fast "
-        "path of their own are held against the fast type whose bits a weight are nearest, of several the fastest: "
-        f"both have about as much to read.{said}\n\n{_table(head, body)}"
+        f"## Products by type of weight\n\nOne matrix from {document['n_in']} to {document['n_out']}, all that "
+        "the executor launches for M rows of x, weights beyond the cache (`bench/rare_types.py`)."
+        f"{said}\n\n{_table(head, body)}"
     )
 
 
@@ -381,10 +385,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, description="Results as a page.")
     parser.add_argument("results", nargs="?", type=Path, default=ROOT / "docs" / "benchmarks")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks.md")
+    parser.add_argument("--note", default="", metavar="TEXT", help="a sentence below the title")
     options = parser.parse_args()
     plots = options.out.with_suffix("")
     try:
-        text, pictures = page(compare.load(options.results), plots.name)
+        text, pictures = page(compare.load(options.results), plots.name, options.note)
     except MeasurementError as error:
         sys.stderr.write(f"report: {error}\n")
         return 1

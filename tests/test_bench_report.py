@@ -166,8 +166,9 @@ class TestReport:
         for i, result in enumerate(results()):
             measure.save(tmp_path / "in" / f"{i}.json", result)
         command = [sys.executable, ROOT / "bench" / "report.py", tmp_path / "in", "--out", tmp_path / "page.md"]
-        subprocess.run(command, check=True, capture_output=True)
+        subprocess.run([*command, "--note", "Newer: [b](b.md)."], check=True, capture_output=True)
         page = (tmp_path / "page.md").read_text()
+        assert page.index("[`page/`](page)") < page.index("\n\nNewer: [b](b.md).\n\n") < page.index("## ")
         assert "| s.gguf | reflex | 5 | 3 | 90.0 | 92.0 | 94.4 | 142.0 | +10.0 ms, 1.12 |" in page
         for text in (
             "A device, driver 580.1",

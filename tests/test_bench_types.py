@@ -103,3 +103,5 @@ def test_the_page(tmp_path: Path):
     assert "takes 2.50, 1.50 times as long at M = 1, 40." in page
     assert "| IQ2_S | 2.56 | generic | 25.0 | 30.0 | 40 | 33 | 2.50, Q2_K | 1.50, Q2_K |" in page
     assert ("types", "IQ2_S", "40") in compare.by_key([*whole.values()])
+    page, _ = report.page([{**whole["types"], "rows": rows[:2]}], "p")  # no rare type, and nothing that one is held to
+    assert "| Q2_K | 2.62 | fast | 10.0 | 20.0 | 100 | 50 |\n" in page and "nearest" not in page

@@ -91,6 +91,21 @@ def test_best_and_confidence(smollm2: Path) -> None:
     assert (unsure.returncode, unsure.stdout) == (10, b" Paris")
 
 
+def test_the_answer_is_out_before_the_model_is_let_go(tiny: Path) -> None:
+    """Whoever reads a pipe does not wait for memory to be freed."""
+    script = (
+        "import os, sys\n"
+        "from reflex_ipc import cli\n"
+        "from reflex_ipc.engine import Engine\n"
+        "close = Engine.close\n"
+        "Engine.close = lambda engine: (os.write(1, b', closing'), close(engine))[1]\n"
+        "sys.exit(cli.main(sys.argv[1:]))"
+    )
+    arguments = ["system1", tiny, "once", "-a", " more", "--best", "--backend", "cpu"]
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, timeout=60, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, b" more, closing")
+
+
 def test_json_is_the_protocols_result(smollm2: Path) -> None:
     printed = json.loads(system1(smollm2, *CAPITALS, "--neutral", "It is", "--json").stdout)
     with Stdio(smollm2) as engine:

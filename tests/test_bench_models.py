@@ -288,6 +288,19 @@ class TestWarm:
             n = len({tuple(each[:i]) for each in tokens for i in range(len(each))})
             assert (saved["rows"][4]["bytes"], saved["rows"][4]["flops"]) == work.step(plan, 40 + n - 1, 0, n)
 
+    def test_prompts_that_do_not_count_come_before(self, fixtures: Path, monkeypatch: pytest.MonkeyPatch):
+        """A length twice, whose launches are then kept; or another length each time, of which none has come."""
+        lengths: list[int] = []
+        with Engine.open(fixtures / "exact" / "llama-f16.gguf", backend="cpu") as engine:
+            generate = engine.generate
+            monkeypatch.setattr(
+                engine, "generate", lambda ids, **how: (lengths.append(len(ids)), generate(ids, **how))[1]
+            )
+            bench = warm.Bench(engine, 3)
+            assert len(bench.prefill(8)["seconds"]) == 3 and lengths == [8] * 5
+            lengths.clear()
+            assert len(bench.new_length(8)["seconds"]) == 3 and lengths == [8, 9, 10, 11]
+
     def test_what_the_context_has_no_room_for_is_listed(self, fixtures: Path, tmp_path: Path):
         """Of the tokens that the fixture was trained for, 64 are for candidates and what is not counted."""
         model, out = fixtures / "exact" / "qwen3-f16.gguf", tmp_path / "warm.json"

@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from polling import Poll
 
-from reflex_ipc import healing, scoring
+from reflex_ipc import bpe, healing, scoring
 from reflex_ipc.engine import Engine
 from reflex_ipc.errors import CancelledError, ContextOverflowError, DeadlineError, InvalidRequestError
 from reflex_ipc.plan import PARENT_NONE, Step
 from reflex_ipc.reference import memory
 from reflex_ipc.scores import NORMALISATIONS, Scored, scores
+from reflex_ipc.tokenizer import Tokenizer
 from reflex_ipc.tree import passes, tree
 
 FAMILIES = [
@@ -367,6 +368,20 @@ def test_control_tokens_in_candidates(smollm2: Path) -> None:
         for candidate, join in ((spelled, ""), ("a", spelled)):
             (plain,) = engine.score(chat, [candidate], join=join).candidates
             assert eos not in plain.tokens and plain.n_bytes == len(join + candidate)
+
+
+@pytest.mark.model
+def test_prompt_and_candidates_are_looked_for_at_once(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file's lists are gone through once, as for one text: without dictionaries that is what takes the time."""
+    searches: list[list[str]] = []
+    search = bpe.BytePairs._search
+    monkeypatch.setattr(bpe.BytePairs, "_search", lambda self, new: (searches.append([*new]), search(self, new))[1])
+    tokenizer = Tokenizer.from_gguf(smollm2)
+    texts = healing.of_text(tokenizer, "The capital of France is", [" Paris", " London", " Berlin"], "", 999, None)
+    assert len(searches) == 1 and {"The", " capital", " Paris", " London", " Berlin"} <= {*searches[0]}
+    assert [tokenizer.decode(texts.before + whole) for whole in texts.wholes] == [
+        f"The capital of France is {name}" for name in ("Paris", "London", "Berlin")
+    ]
 
 
 @pytest.mark.model

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import compare
 import contenders
 import device
 import families
+import measure
 import models
 from measure import MeasurementError
 
@@ -200,6 +202,15 @@ def test_requests_with_prompts_of_two_lengths_are_told_apart(tmp_path: Path):
     said = page.read_text()
     assert "a fresh prompt of 30 or 512 tokens each" in said
     assert "| score, prompt of 30 | 1 | 1000.00 |" in said and "| score, prompt of 512 | 1 | 2000.00 |" in said
+
+
+def test_pieces_that_end_within_a_second_are_two(monkeypatch: pytest.MonkeyPatch):
+    for what in ("source", "machine"):
+        monkeypatch.setattr(measure, what, lambda *_: {})
+    first = measure.document("stdio", {})["when"]
+    time.sleep(0.002)
+    assert first < measure.document("stdio", {})["when"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first)
 
 
 def test_energy_that_another_piece_has_is_no_longer_missing():

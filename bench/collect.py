@@ -5,9 +5,9 @@
 
 A long list of measurements is run in pieces (`bench/device.py OUT --only idle --models qwen3-8b`), on machines that are
 gone afterwards. CALL is what a piece wrote: a folder, an archive of one, a file. Files are named after what is in them,
-so that pieces do not overwrite each other. Starts, or requests behind a pipe, of one row that were measured in two
-pieces are put together if file, command and environment are the same; of anything else that was measured twice the
-newer stays, and it is said.
+so that pieces do not overwrite each other. Starts of one row that were measured in two pieces are put together if file,
+command and environment are the same, and so are requests behind a pipe if file and backend are; of anything else that
+was measured twice the newer stays, and it is said.
 Collecting the same piece again changes nothing. Results of other sources, machines or model files are refused, and so
 is a file that lacks what is needed (bench/shape.py). Other files in the folder are left alone.
 """
@@ -82,7 +82,7 @@ def joined(old: Document | None, new: Document) -> tuple[Document, str]:
     if set(pieces) <= set(before):
         return old, "there already"
     is_newer = str(new["when"]) >= str(old["when"])
-    if new["kind"] not in POOLED:
+    if new["kind"] not in POOLED or new.get("backend") != old.get("backend"):
         return (
             ({**new, "pieces": pieces}, "newer, in place of what was there") if is_newer else (old, "older, left out")
         )
@@ -92,10 +92,10 @@ def joined(old: Document | None, new: Document) -> tuple[Document, str]:
         same = rows.get(compare.key(row))
         if same is None:
             rows[compare.key(row)] = row
-        elif all(same.get(how) == row.get(how) for how in ("command", "env")):
-            runs = {times: [*same[times], *row[times]] for times in POOLED[new["kind"]] if times in row}
-            counted = {"n": same["n"] + row["n"]} if "n" in row else {}
-            rows[compare.key(row)] = {**row, **runs, **counted}
+        elif new["kind"] != "coldstart" or (same["command"], same["env"]) == (row["command"], row["env"]):
+            both = {times: [*same.get(times, []), *row.get(times, [])] for times in POOLED[new["kind"]]}
+            counted = {"n": same["n"] + row["n"]} if new["kind"] == "coldstart" else {}
+            rows[compare.key(row)] = {**row, **{times: runs for times, runs in both.items() if runs}, **counted}
         else:
             rows[compare.key(row)] = row if is_newer else same
             replaced.append(row["contender"])

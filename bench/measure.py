@@ -167,11 +167,13 @@ def model_entry(path: str | os.PathLike[str], digest: str | None = None) -> dict
 
 
 def document(kind: str, content: dict[str, Any], library: str | None = None) -> dict[str, Any]:
-    """A result: its content, and all that is needed to say where it came from and to get it again."""
+    """A result: its content, and all that is needed to say where it came from and to get it again. Pieces are told
+    apart by `when`, and two machines, or two short pieces, may end within a second."""
+    now = time.time_ns() // 1_000_000
     return {
         "schema": SCHEMA,
         "kind": kind,
-        "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "when": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(now // 1000))}.{now % 1000:03}Z",
         "command": [os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]],
         "source": source(),
         "machine": machine(library),

@@ -300,16 +300,17 @@ def _timeline(document: Mapping[str, Any], pictures: dict[str, str]) -> str:
 
 def _stdio(document: Mapping[str, Any]) -> str:
     body = []
+    lengths = [*dict.fromkeys(row["prompt_tokens"] for row in document["rows"])]
     for row in document["rows"]:
-        for what, seconds in ((row["what"], row["seconds"]), (f"{row['what']}, inside", row.get("inside_s"))):
+        name = row["what"] if len(lengths) == 1 else f"{row['what']}, prompt of {row['prompt_tokens']}"
+        for what, seconds in ((name, row["seconds"]), (f"{name}, inside", row.get("inside_s"))):
             if seconds:
                 s = summary(seconds)
                 body.append([what, str(s.n), *(f"{x * 1e3:.2f}" for x in (s.min, s.median, s.p90, max(seconds)))])
-    tokens = document["rows"][0]["prompt_tokens"]
     return (
         f"## Behind a pipe: {document['models'][0]['file']}, backend {document['backend']}\n\nMilliseconds from a "
-        f"request to its answer, a fresh prompt of {tokens} tokens each; inside: what the process says it took.\n\n"
-        + _table(("", "n", "min", "p50", "p90", "max"), body)
+        f"request to its answer, a fresh prompt of {' or '.join(map(str, lengths))} tokens each; inside: what the "
+        "process says it took.\n\n" + _table(("", "n", "min", "p50", "p90", "max"), body)
     )
 
 

@@ -105,6 +105,8 @@ ROWS: Mapping[str, Mapping[str, Shape]] = {
         "error": NUMBER,
     },
 }
+IF_THERE: Mapping[str, Mapping[str, Shape]] = {"stdio": {"inside_s": TIMES}}
+"""What a row may have besides."""
 WITHOUT_MODEL = ("types",)
 MAY_BE_EMPTY = ("coldstart", "energy", "timeline")
 """The first two when time was up before the first row, the last has none at all."""
@@ -122,7 +124,8 @@ def check(document: Mapping[str, Any]) -> None:
     _check(document.get("pieces", []), [TEXT], "pieces")
     files = [entry["file"] for entry in document["models"]]
     for i, row in enumerate(document["rows"]):
-        _check(row, ROWS.get(kind, {}), f"rows[{i}]")
+        may_have = {name: inner for name, inner in IF_THERE.get(kind, {}).items() if name in row}
+        _check(row, {**ROWS.get(kind, {}), **may_have}, f"rows[{i}]")
         if "model" in row and row["model"] not in files:
             raise MeasurementError(f"rows[{i}].model: is none of the models")
     for i, absent in enumerate(document["not_run"]):

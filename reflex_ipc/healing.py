@@ -97,12 +97,12 @@ def _texts(
     poll: "Poll | None",
 ) -> Texts:
     """`begin`: ids in front of all. `before`: what all texts begin with; `behind(tail)`: the rest of one."""
-    # Each text has what follows the border, however long that is.
-    n_rest = sum(len(text) for text, _ in behind(join))
-    n_characters = accumulate((n_rest + len(text) for text in candidates), initial=sum(len(text) for text, _ in before))
+    n_before, n_rest = (sum(len(text) for text, _ in parts) for parts in (before, behind(join)))
+    # The rest stands behind the border by itself, and in front of every candidate.
+    n_characters = accumulate((n_rest + len(text) for text in candidates), initial=n_before + n_rest)
     n_together = sum(1 for n in takewhile(lambda n: n <= _TOGETHER, n_characters)) - 1
     if n_together > 0:
-        tokenizer.look_up([before, *(behind(join + text) for text in candidates[:n_together])], poll)
+        tokenizer.look_up([before, behind(""), *(behind(join + text) for text in candidates[:n_together])], poll)
     watch = Watch(poll)
     shared = begin + tokenizer.encode_parts(before, poll)
     prompt, wholes, n_scored = tokenizer.encode_parts(behind(""), poll), [], 0

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import compare
 import contenders
 import device
 import families
+import measure
 import models
 from measure import MeasurementError
 
@@ -155,15 +157,60 @@ def test_pieces_become_one_set_and_a_page(tmp_path: Path):
     assert "| m.gguf | reflex | 5 | 5 | 3.0 | 11.0 |" in page.read_text()
 
 
-def test_requests_of_two_pieces_are_one_row(tmp_path: Path):
-    def asked(when: str, seconds: list[float]) -> Path:
-        later = {"what": "first token", "prompt_tokens": 30, "seconds": [9.0]}
-        decision = {"what": "score", "prompt_tokens": 30, "candidates": 3, "seconds": seconds, "inside_s": seconds[:1]}
-        return write(tmp_path / when, a={**result(when, [decision, later], "stdio"), "backend": "cuda"})
+def asked(folder: Path, when: str, seconds: list[float], backend: str = "cuda", **more: Any) -> Path:
+    """A piece of requests behind a pipe."""
+    later = {"what": "first token", "prompt_tokens": 30, "seconds": [9.0]}
+    decision = {"what": "score", "prompt_tokens": 30, "candidates": 3, "seconds": seconds, **more}
+    return write(folder / when, a={**result(when, [decision, later], "stdio"), "backend": backend})
 
-    run(tmp_path / "into", asked("2", [3.0, 4.0]), asked("1", [1.0, 2.0]))
+
+def test_requests_of_two_pieces_are_one_row(tmp_path: Path):
+    pieces = asked(tmp_path, "2", [3.0, 4.0], inside_s=[3.0]), asked(tmp_path, "1", [1.0, 2.0], inside_s=[1.0])
+    run(tmp_path / "into", *pieces)
     score, first = by_key(tmp_path / "into").values()
     assert (score["seconds"], score["inside_s"], first["seconds"]) == ([1.0, 2.0, 3.0, 4.0], [1.0, 3.0], [9.0, 9.0])
+
+
+@pytest.mark.parametrize("inside", [(None, [0.5]), ([0.5], None)])
+def test_requests_of_which_one_piece_knows_less(tmp_path: Path, inside: tuple[list[float] | None, list[float] | None]):
+    pieces = [
+        asked(tmp_path, when, [1.0], **({} if known is None else {"inside_s": known}))
+        for when, known in zip(("1", "2"), inside, strict=True)
+    ]
+    run(tmp_path / "into", *pieces)
+    score, _ = by_key(tmp_path / "into").values()
+    assert (score["seconds"], score["inside_s"]) == ([1.0, 1.0], [0.5])
+
+
+@pytest.mark.parametrize("inside", [None, 5, "ab", ["a"], []])
+def test_requests_whose_time_inside_is_none(tmp_path: Path, inside: Any):
+    piece = asked(tmp_path, "1", [1.0], inside_s=inside)
+    assert "rows[0].inside_s: has to be a list of times above 0" in run(tmp_path / "into", piece, code=1)
+
+
+def test_requests_of_another_backend_are_no_more_of_the_same(tmp_path: Path):
+    said = run(tmp_path / "into", asked(tmp_path, "1", [1.0]), asked(tmp_path, "2", [20.0], "cpu"))
+    assert "newer, in place of what was there" in said
+    (document,) = compare.load(tmp_path / "into")
+    assert (document["backend"], document["rows"][0]["seconds"]) == ("cpu", [20.0])
+
+
+def test_requests_with_prompts_of_two_lengths_are_told_apart(tmp_path: Path):
+    run(tmp_path / "into", asked(tmp_path, "1", [1.0]), asked(tmp_path, "2", [2.0], prompt_tokens=512))
+    page = tmp_path / "page.md"
+    subprocess.run([sys.executable, ROOT / "bench" / "report.py", tmp_path / "into", "--out", page], check=True)
+    said = page.read_text()
+    assert "a fresh prompt of 30 or 512 tokens each" in said
+    assert "| score, prompt of 30 | 1 | 1000.00 |" in said and "| score, prompt of 512 | 1 | 2000.00 |" in said
+
+
+def test_pieces_that_end_within_a_second_are_two(monkeypatch: pytest.MonkeyPatch):
+    for what in ("source", "machine"):
+        monkeypatch.setattr(measure, what, lambda *_: {})
+    first = measure.document("stdio", {})["when"]
+    time.sleep(0.002)
+    assert first < measure.document("stdio", {})["when"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first)
 
 
 def test_energy_that_another_piece_has_is_no_longer_missing():

@@ -420,6 +420,8 @@ def test_what_no_context_can_hold_is_refused_at_once(fixtures: Path) -> None:
             engine.score([{"role": "user", "content": "no " * 2_000_000}], ["x"] * 1000)
         with pytest.raises(ContextOverflowError, match="prompt and candidate 0 have"):
             engine.score("no " * (engine.n_ctx + 1), ["x"] * 4000)
+        with pytest.raises(ContextOverflowError, match="prompt and candidate 0 have"):
+            engine.score("x" * (30 * engine.n_ctx), ["x"] * 4000)  # no border: all of it stands before each candidate
         with pytest.raises(ContextOverflowError, match="candidate 1 has 6,000,000 characters, more than the"):
             engine.score("no", ["x", "no " * 2_000_000])
         assert time.monotonic() - began < 5

@@ -371,17 +371,24 @@ def test_control_tokens_in_candidates(smollm2: Path) -> None:
 
 
 @pytest.mark.model
-def test_prompt_and_candidates_are_looked_for_at_once(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "candidates", "pieces"),
+    [
+        ("The capital of France is", [" Paris", " London", " Berlin"], {"The", " capital", " Paris", " London"}),
+        ("The ans", ["wer", "chor", "Berlin"], {"The", " ans", " answer", " anschor"}),  # " ans" is the prompt's alone
+    ],
+)
+def test_prompt_and_candidates_are_looked_for_at_once(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch, prompt: str, candidates: list[str], pieces: set[str]
+) -> None:
     """The file's lists are gone through once, as for one text: without dictionaries that is what takes the time."""
     searches: list[list[str]] = []
     search = bpe.BytePairs._search
     monkeypatch.setattr(bpe.BytePairs, "_search", lambda self, new: (searches.append([*new]), search(self, new))[1])
     tokenizer = Tokenizer.from_gguf(smollm2)
-    texts = healing.of_text(tokenizer, "The capital of France is", [" Paris", " London", " Berlin"], "", 999, None)
-    assert len(searches) == 1 and {"The", " capital", " Paris", " London", " Berlin"} <= {*searches[0]}
-    assert [tokenizer.decode(texts.before + whole) for whole in texts.wholes] == [
-        f"The capital of France is {name}" for name in ("Paris", "London", "Berlin")
-    ]
+    texts = healing.of_text(tokenizer, prompt, candidates, "", 999, None)
+    assert len(searches) == 1 and pieces <= {*searches[0]}
+    assert [tokenizer.decode(texts.before + whole) for whole in texts.wholes] == [prompt + each for each in candidates]
 
 
 @pytest.mark.model

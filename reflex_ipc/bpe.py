@@ -190,9 +190,14 @@ class BytePairs:
                     del cache[piece]
         return ids
 
+    @property
+    def is_prepared(self) -> bool:
+        """Whether there are dictionaries."""
+        return bool(self._ids)
+
     def prepare(self) -> None:
         """Makes the dictionaries. Raises ModelFileError."""
-        if self._ids:
+        if self.is_prepared:
             return
         tokens, merges = self._tokens.raw, self._merges.raw
         ids = dict(zip(tokens, range(len(tokens)), strict=True))
@@ -213,7 +218,7 @@ class BytePairs:
         self._ids = ids
 
     def _encode_new(self, pieces: dict[str, list[bytes]], watch: Watch | None) -> dict[str, list[int]]:
-        if not self._ids:
+        if not self.is_prepared:
             self._work += _CANDIDATE * sum(n_candidates(len(symbols)) for symbols in pieces.values())
             if self._work <= _PATIENCE * (len(self._tokens) + len(self._merges)):
                 return self._search(pieces)

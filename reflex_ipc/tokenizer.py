@@ -153,7 +153,10 @@ class Tokenizer:
         """Look for the pieces of several texts, each as for `encode_parts`, at once, which then finds them known.
 
         A short text is looked for in the file's lists, from the front; for many that takes hardly longer than for one.
+        Once there are dictionaries, nothing is searched, and this does nothing.
         """
+        if self._pairs.is_prepared:
+            return
         watch = Watch(poll)
         self._ids([piece for parts in texts for piece in self._pieces(self._cuttable(parts), watch)], watch)
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from polling import Poll
 
-from reflex_ipc import bpe, healing, scoring
+from reflex_ipc import bpe, healing, pretokenize, scoring
 from reflex_ipc.engine import Engine
 from reflex_ipc.errors import CancelledError, ContextOverflowError, DeadlineError, InvalidRequestError
 from reflex_ipc.plan import PARENT_NONE, Step
@@ -415,6 +415,20 @@ def test_choices_equal_an_independent_computation(smollm2: Path) -> None:
                 assert list(candidate.tokens) == choice["tokens"]
                 assert np.abs(np.subtract(candidate.token_logprobs, choice["logprobs"])).max() <= 1e-4
                 assert candidate.logprob == pytest.approx(sum(choice["logprobs"]), abs=2e-4)
+
+
+@pytest.mark.model
+def test_with_dictionaries_a_text_is_taken_apart_once(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is nothing to search then: what is in front of the border, what is behind, and that with each candidate."""
+    tokenizer = Tokenizer.from_gguf(smollm2)
+    tokenizer.prepare()
+    texts: list[str] = []
+    split = pretokenize.Splitter.split
+    monkeypatch.setattr(
+        pretokenize.Splitter, "split", lambda self, text, watch: (texts.append(text), split(self, text, watch))[1]
+    )
+    healing.of_text(tokenizer, "The capital of France is", [" Paris", " London"], "", 999, None)
+    assert texts == ["The capital of France", " is", " is Paris", " is London"]
 
 
 def test_what_no_context_can_hold_is_refused_at_once(fixtures: Path) -> None:

@@ -12,7 +12,7 @@ help:
 	@echo 'make check   format, lint and type check'
 	@echo 'make format  rewrite the sources in the project style'
 	@echo 'make bench   measure on the GPU of this machine, into docs/benchmarks/'
-	@echo 'make bench-report  write docs/benchmarks.md and docs/benchmarks/since.md from what was measured'
+	@echo 'make bench-report  write docs/benchmarks.md from what was measured, and of what was again since, benchmarks/since.md'
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)
@@ -58,10 +58,10 @@ bench:
 	-$(PYTHON) bench/device.py $(MEASURED) --only cold --models qwen3-8b
 	-$(PYTHON) bench/rare_types.py $(MEASURED)
 	$(PYTHON) bench/collect.py docs/benchmarks $(MEASURED) --fresh
+	rm -rf docs/benchmarks/since docs/benchmarks/since.md
 
 bench-report:
-	$(PYTHON) bench/report.py --note 'Of some of it there are newer figures: [since.md](benchmarks/since.md).'
-	$(PYTHON) bench/report.py docs/benchmarks/since --out docs/benchmarks/since.md --note 'Only what was measured again, on newer sources and another machine, since [everything](../benchmarks.md) was. Where both pages have a figure this is the newer; milliseconds of two machines do not compare, what is beyond the floor of each does.'
+	$(PYTHON) bench/report.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -18,6 +18,8 @@ import tarfile
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,8 @@ import report
 from measure import NO_TIME, MeasurementError
 
 Document = dict[str, Any]
-POOLED = {"coldstart": ("first_ms", "exit_ms"), "stdio": ("seconds", "inside_s")}  # by kind: a row's run after run
+POOLED = {"coldstart": ("first_ms", "exit_ms", "n"), "stdio": ("seconds", "inside_s")}
+"""Of a row, by kind: its runs and their number, which those of two pieces add to."""
 
 
 def read(source: Path) -> list[Document]:
@@ -92,13 +95,12 @@ def joined(old: Document | None, new: Document) -> tuple[Document, str]:
         same = rows.get(compare.key(row))
         if same is None:
             rows[compare.key(row)] = row
-        elif new["kind"] != "coldstart" or (same["command"], same["env"]) == (row["command"], row["env"]):
-            both = {times: [*same.get(times, []), *row.get(times, [])] for times in POOLED[new["kind"]]}
-            counted = {"n": same["n"] + row["n"]} if new["kind"] == "coldstart" else {}
-            rows[compare.key(row)] = {**row, **{times: runs for times, runs in both.items() if runs}, **counted}
+        elif all(same.get(how) == row.get(how) for how in ("command", "env")):
+            runs = {name: [each[name] for each in (same, row) if name in each] for name in POOLED[new["kind"]]}
+            rows[compare.key(row)] = {**row, **{name: reduce(add, parts) for name, parts in runs.items() if parts}}
         else:
             rows[compare.key(row)] = row if is_newer else same
-            replaced.append(row["contender"])
+            replaced.append(row.get("contender", row.get("what")))
     known = {str(each): each for each in [*old["not_run"], *new["not_run"]]}
     whole = {
         **(new if is_newer else old),

@@ -2,12 +2,13 @@
 
     python bench/report.py                         docs/benchmarks/*.json -> docs/benchmarks.md, docs/benchmarks/*.svg
     python bench/report.py RESULTS --out PAGE.md   the plots go to PAGE/
-    ... --note TEXT                                a sentence below the title, about this page and others
 
-All results of a page come from one machine and one state of the sources; others are refused.
+All results of a page come from one machine and one state of the sources; others are refused. What was measured again
+since, but not everything, is in RESULTS/since and has a page of its own, PAGE/since.md; each page speaks of the other.
 """
 
 import argparse
+import os
 import re
 import shlex
 import sys
@@ -29,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 from reflex_ipc import waterfall
 
 Row = Mapping[str, Any]
+SINCE = "since"
 _GAP = f"{coldstart.STATES['idle'].gap_s:g} seconds"
 _STATES = {
     "idle": f"nothing has used the GPU for {_GAP}: a cron job, the first request of the day",
@@ -38,16 +40,19 @@ _STATES = {
 _CACHES = {"warm": "all of the model file in memory", "cold": "none of the model file in memory"}
 
 
-def page(documents: Sequence[Mapping[str, Any]], plots: str, note: str = "") -> tuple[str, dict[str, str]]:
-    """(the page, plots by file name). `plots` is the folder the page finds them in, and the results."""
+def page(
+    documents: Sequence[Mapping[str, Any]], plots: str, results: str, note: str = ""
+) -> tuple[str, dict[str, str]]:
+    """(the page, plots by file name). `plots` is the folder the page finds them in, `results` that of the documents,
+    `note` a sentence on top."""
     one_origin(documents)
     compare.by_key(documents)  # refuses doubles
     documents = sorted(documents, key=lambda d: max((model["bytes"] for model in d["models"]), default=0))
     rows = {kind: [r for d in documents if d["kind"] == kind for r in d["rows"]] for kind in ("coldstart", "energy")}
     pictures: dict[str, str] = {}
     parts = [
-        f"# Benchmarks\n\nMade by `make bench-report` from the JSON files in [`{plots}/`]({plots}), which hold every "
-        "run. The instruments are in `bench/`; the head of each says what it measures and how."
+        f"# Benchmarks\n\nMade by `make bench-report` from the JSON files in [`{results}/`]({results}), which hold "
+        "every run. The instruments are in `bench/`; the head of each says what it measures and how."
         + (f"\n\n{note}" if note else ""),
         _origin(documents),
     ]
@@ -386,20 +391,39 @@ def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, description="Results as a page.")
     parser.add_argument("results", nargs="?", type=Path, default=ROOT / "docs" / "benchmarks")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks.md")
-    parser.add_argument("--note", default="", metavar="TEXT", help="a sentence below the title")
     options = parser.parse_args()
-    plots = options.out.with_suffix("")
+    results, out, again = options.results, options.out, options.results / SINCE
+    plots = out.with_suffix("")
     try:
-        text, pictures = page(compare.load(options.results), plots.name, options.note)
+        if again.is_dir():
+            if _newest(again) <= _newest(results):
+                raise MeasurementError(f"{again} is no newer than {results}, which stands in for it: remove it")
+            note = (
+                f"Only what was measured again since [all of it](../{out.name}) was: where both pages have a figure, "
+                "this is the newer. Milliseconds of two machines do not compare; what is beyond the floor of each does."
+            )
+            _write(again, plots / f"{SINCE}.md", note)
+            _write(results, out, f"Some of this was measured again since: [{SINCE}.md]({plots.name}/{SINCE}.md).")
+        else:
+            _write(results, out)
     except MeasurementError as error:
         sys.stderr.write(f"report: {error}\n")
         return 1
+    return 0
+
+
+def _newest(results: Path) -> str:
+    return max(str(document["when"]) for document in compare.load(results))
+
+
+def _write(results: Path, out: Path, note: str = "") -> None:
+    plots = out.with_suffix("")
+    text, pictures = page(compare.load(results), plots.name, os.path.relpath(results, out.parent), note)
     plots.mkdir(parents=True, exist_ok=True)
     for name, picture in pictures.items():
         (plots / name).write_text(picture)
-    options.out.write_text(text)
-    print(f"{options.out} and {len(pictures)} plots")
-    return 0
+    out.write_text(text)
+    print(f"{out} and {len(pictures)} plots")
 
 
 if __name__ == "__main__":

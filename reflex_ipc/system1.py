@@ -57,7 +57,7 @@ def run(arguments: Namespace, trace: "Trace | None" = None) -> int:
         neutral,
         template_arguments(arguments),
     )
-    scoring.check(candidates, options)
+    scoring.check(candidates, options)  # as `split` does, but before anything is opened
     splits: list[Split] = []
     with Engine.open(
         arguments.model,

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -166,9 +167,9 @@ class TestReport:
         for i, result in enumerate(results()):
             measure.save(tmp_path / "in" / f"{i}.json", result)
         command = [sys.executable, ROOT / "bench" / "report.py", tmp_path / "in", "--out", tmp_path / "page.md"]
-        subprocess.run([*command, "--note", "Newer: [b](b.md)."], check=True, capture_output=True)
+        subprocess.run(command, check=True, capture_output=True)
         page = (tmp_path / "page.md").read_text()
-        assert page.index("[`page/`](page)") < page.index("\n\nNewer: [b](b.md).\n\n") < page.index("## ")
+        assert page.index("[`in/`](in)") < page.index("## ") and "since" not in page
         assert "| s.gguf | reflex | 5 | 3 | 90.0 | 92.0 | 94.4 | 142.0 | +10.0 ms, 1.12 |" in page
         for text in (
             "A device, driver 580.1",
@@ -193,12 +194,29 @@ class TestReport:
             assert f"(page/{name})" in page
             ElementTree.parse(tmp_path / "page" / name)
 
+    def test_what_was_measured_again_has_a_page_of_its_own(self, tmp_path: Path):
+        """Each says so of the other. Where the whole is as new, nothing is newer."""
+        measure.save(tmp_path / "in" / "0.json", results()[0])
+        newer = {**results()[0], "when": "2999-01-01T00:00:00.000Z"}
+        newer["source"] = {**newer["source"], "sources_sha256": "ef" * 32}
+        measure.save(tmp_path / "in" / "since" / "0.json", newer)
+        command = [sys.executable, ROOT / "bench" / "report.py", tmp_path / "in", "--out", tmp_path / "page.md"]
+        subprocess.run(command, check=True, capture_output=True)
+        whole, again = (tmp_path / "page.md").read_text(), (tmp_path / "page" / "since.md").read_text()
+        assert "[since.md](page/since.md)" in whole[: whole.index("## ")] and "efef" not in whole
+        assert "[all of it](../page.md)" in again[: again.index("## ")] and "efef" in again
+        pictures = re.findall(r"\]\((since/[^)]+svg)\)", again)
+        assert pictures and all((tmp_path / "page" / name).exists() for name in pictures)
+        measure.save(tmp_path / "in" / "since" / "0.json", results()[0])
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 1 and "since is no newer than" in done.stderr
+
     def test_a_decision_beside_a_token(self):
         """Of one state and prompt; the difference of the medians is not the median of the differences."""
         rows = [starts("reflex", [100.0, 90.0, 80.0]), starts("reflex", [300.0] * 3, tokens=512)]
         rows += [starts("reflex system1", [101.0, 98.0, 87.0]), starts("reflex", [70.0] * 3, "l.gguf")]
         rows += [starts("reflex system1", [1.0] * 3, state="idle")]
-        page, _ = report.page([document("coldstart", rows)], "p")
+        page, _ = report.page([document("coldstart", rows)], "p", "p")
         section = page.split("### A decision\n")[1].split("###")[0]
         assert "| s.gguf | held | 5 | 3 | 90.0 | 98.0 | +8.0 | +7.0 |" in section and section.count("gguf") == 1
 
@@ -208,20 +226,20 @@ class TestReport:
         rows = [starts("floor", [300.0] * 3, tokens=None, **cold), starts("reflex", [150.0, 210.0, 400.0], **cold)]
         rows += [starts("disk, direct", [100.0, 250.0, 260.0], tokens=None, **cold)]
         rows += [starts("disk, buffered", [190.0, 200.0, 220.0], tokens=None, **cold)]
-        page, _ = report.page([document("coldstart", rows)], "p")
+        page, _ = report.page([document("coldstart", rows)], "p", "p")
         assert "counts: 2.00 GB/s (s.gguf)." in page
         cells = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| s.gguf | ")]
         times = {"floor": "1.50", "reflex": "1.05", "disk, direct": "1.25", "disk, buffered": "1.00"}
         assert {line[1]: line[-1] for line in cells if len(line) == 10} == times
         rows = [row for row in rows if "disk" not in row["contender"]]
-        page, _ = report.page([document("coldstart", rows)], "p")
+        page, _ = report.page([document("coldstart", rows)], "p", "p")
         assert "disk alone, in" not in page and "| +0.0 ms, 1.00 | - |" in page
 
     def test_models_by_size_and_states_in_order(self):
         rows = [starts("reflex", [9.0] * 3, "l.gguf"), starts("reflex", [8.0] * 3, "l.gguf", state="idle")]
         large, small = document("coldstart", rows), document("coldstart", [starts("reflex", [7.0] * 3)])
         large["models"], small["models"] = large["models"][1:], small["models"][:1]
-        page, _ = report.page([large, small], "p")
+        page, _ = report.page([large, small], "p", "p")
         assert [line for line in page.splitlines() if line.startswith("### ")][:2] == [
             *("### Idle, page cache warm", "### Held, page cache warm"),
         ]
@@ -264,11 +282,11 @@ class TestReport:
             first, second = results()[:2]
             second[where] = {**second[where], name: value}
             with pytest.raises(MeasurementError, match="of different"):
-                report.page([first, second], "p")
+                report.page([first, second], "p", "p")
 
     def test_no_row_twice(self):
         with pytest.raises(MeasurementError, match=r"two results for coldstart, held, warm, s\.gguf, floor"):
-            report.page([results()[0], results()[0]], "p")
+            report.page([results()[0], results()[0]], "p", "p")
 
     def test_what_is_no_result_is_refused(self, tmp_path: Path):
         whole = json.dumps(results()[0])

@@ -98,10 +98,12 @@ def test_the_page(tmp_path: Path):
     measure.save(tmp_path / "in.json", measure.document("types", content))
     whole, said = collect.collect(collect.read(tmp_path / "in.json"))
     assert [*whole] == ["types"] and said == ["types: new"]
-    page, _ = report.page([*whole.values()], "p")
+    page, _ = report.page([*whole.values()], "p", "p")
     assert "largest ratio is 2.50, of IQ2_S at M = 1; the bound is 3." in page
     assert "takes 2.50, 1.50 times as long at M = 1, 40." in page
     assert "| IQ2_S | 2.56 | generic | 25.0 | 30.0 | 40 | 33 | 2.50, Q2_K | 1.50, Q2_K |" in page
     assert ("types", "IQ2_S", "40") in compare.by_key([*whole.values()])
-    page, _ = report.page([{**whole["types"], "rows": rows[:2]}], "p")  # no rare type, and nothing that one is held to
+    page, _ = report.page(
+        [{**whole["types"], "rows": rows[:2]}], "p", "p"
+    )  # no rare type, and nothing that one is held to
     assert "| Q2_K | 2.62 | fast | 10.0 | 20.0 | 100 | 50 |\n" in page and "nearest" not in page
